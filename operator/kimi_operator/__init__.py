@@ -1,0 +1,1 @@
+"""Reconciles KimiDeployment resources into running Kimi-K3 services on AMD GPU nodes."""

@@ -1,0 +1,1 @@
+"""Serves Kimi-K3: engine, handoff, OpenAI API and router."""
