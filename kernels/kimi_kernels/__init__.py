@@ -1,0 +1,1 @@
+"""Reference and Triton operators of Kimi-K3 for gfx942."""
