@@ -1,8 +1,8 @@
 """KDA over whole chunks: the same sums as the recurrence in another order, so that most work is matrix products."""
 
 import torch
-from torch.nn import functional as F
 from torch import Tensor
+from torch.nn import functional
 
 CHUNK_TOKENS = 32
 """Tokens in a chunk. At a decay of -5 a token, half a chunk reaches exp(80), the most that fp32 holds with room."""
@@ -57,5 +57,5 @@ def chunk(  # noqa: PLR0913, PLR0917 - the recurrence has seven operands
 def _to_chunks(x: Tensor) -> Tensor:
     """[..., T, H, C] to [..., ceil(T / CHUNK), H, CHUNK, C]; zero padding is a token that changes nothing."""
     missing = -x.shape[-3] % CHUNK_TOKENS
-    padded = F.pad(x, (0, 0, 0, 0, 0, missing)) if missing else x
+    padded = functional.pad(x, (0, 0, 0, 0, 0, missing)) if missing else x
     return padded.unflatten(-3, (-1, CHUNK_TOKENS)).transpose(-3, -2)

@@ -1,8 +1,8 @@
 """The causal depthwise convolution in front of KDA, with the last three inputs carried."""
 
 import torch
-from torch.nn import functional as F
 from torch import Tensor
+from torch.nn import functional
 
 CONV_TAPS = 4
 """Tokens seen by the convolution; its state holds the CONV_TAPS - 1 inputs before the next token."""
@@ -21,7 +21,7 @@ def conv_chunk(x: Tensor, weight: Tensor, state: Tensor) -> tuple[Tensor, Tensor
     window = torch.cat([state.to(dtype), x.to(dtype)], dim=-2)
     taps = weight[:, 0].to(dtype)
     y = sum(window[..., j : j + num_tokens, :] * taps[:, j] for j in range(CONV_TAPS))
-    return F.silu(y).to(x.dtype), window[..., num_tokens:, :].to(state.dtype)
+    return functional.silu(y).to(x.dtype), window[..., num_tokens:, :].to(state.dtype)
 
 
 def conv_step(x: Tensor, weight: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:

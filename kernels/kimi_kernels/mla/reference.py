@@ -1,8 +1,8 @@
 """Multi-head latent attention in plain torch. A cache row is [latent after its norm | rope part raw]."""
 
 import torch
-from torch.nn import functional as F
 from torch import Tensor
+from torch.nn import functional
 
 
 def split_kv_b(weight: Tensor, num_heads: int, nope_dim: int) -> tuple[Tensor, Tensor]:
@@ -90,4 +90,6 @@ def full(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """
     dtype = torch.promote_types(q.dtype, torch.float32)
     heads_first = [x.to(dtype).transpose(-3, -2) for x in (q, k, v)]
-    return F.scaled_dot_product_attention(*heads_first, is_causal=True, scale=scale).transpose(-3, -2).to(q.dtype)
+    return (
+        functional.scaled_dot_product_attention(*heads_first, is_causal=True, scale=scale).transpose(-3, -2).to(q.dtype)
+    )
