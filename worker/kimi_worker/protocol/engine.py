@@ -1,0 +1,118 @@
+"""Messages between a pod's API process and its lane leaders."""
+
+from typing import TypeAlias
+
+from msgspec import Struct
+
+
+class Sampling(Struct, frozen=True):
+    """How to choose tokens and when to stop. Temperature 0 is greedy; `seed` makes sampling repeatable."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    seed: int | None = None
+    logprobs: int | None = None
+    """None: no log-probabilities; n: the chosen token's and the n most likely ones'."""
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+class Submit(Struct, frozen=True, tag="submit"):
+    """A new request for this lane.
+
+    `prefill` names the handoff endpoint of the prefill lane; None: this lane computes the prompt itself.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    sampling: Sampling
+    prefill: str | None = None
+
+
+class Cancel(Struct, frozen=True, tag="cancel"):
+    """The client has gone, or a stop string was seen. No answer follows."""
+
+    request_id: str
+
+
+class Drain(Struct, frozen=True, tag="drain"):
+    """Accept nothing new; finish what runs."""
+
+
+class TokenLogprob(Struct, frozen=True, array_like=True):
+    token_id: int
+    logprob: float
+    """Natural logarithm, of the distribution before temperature and top-p."""
+
+
+class SampledToken(Struct, frozen=True, array_like=True):
+    token_id: int
+    logprob: float | None = None
+    top: list[TokenLogprob] = []
+
+
+class Admitted(Struct, frozen=True, tag="admitted"):
+    """The lane has taken the request; Output or Failed follow."""
+
+    request_id: str
+
+
+class Output(Struct, frozen=True, tag="output"):
+    """New tokens of a request. The last one has a `finish_reason` (stop, length) and the handoff's figures."""
+
+    request_id: str
+    tokens: list[SampledToken]
+    finish_reason: str | None = None
+    handoff_bytes: int = 0
+    handoff_s: float = 0.0
+
+
+class Failed(Struct, frozen=True, tag="failed"):
+    """The request ends without (more) tokens.
+
+    `code` is one of queue_full, prefill_full, prompt_too_long, draining, handoff_failed, prefill_unreachable,
+    layout_mismatch, engine_error.
+    `retryable`: another pod may answer it.
+    """
+
+    request_id: str
+    code: str
+    message: str
+    retryable: bool
+    retry_after_s: float = 1.0
+
+
+class LaneState(Struct, frozen=True, tag="lane"):
+    """A lane's books, sent when they change and at least once a second while it is busy."""
+
+    lane: int
+    """Index of the lane within its pod."""
+    handoff: str
+    """Endpoint of the lane's handoff socket, tcp://ip:port."""
+    ready: bool
+    running: int
+    waiting: int
+    reserved: int
+    queued_tokens: int
+    num_pages: int
+    free_pages: int
+    num_slots: int
+    free_slots: int
+    max_num_seqs: int
+    transfers: int = 0
+    """Handoffs in flight on either side."""
+    quarantined: int = 0
+    layout_hash: str = ""
+    weights_bytes: int = 0
+    pages_bytes: int = 0
+    slots_bytes: int = 0
+    free_bytes: int = 0
+    """Device memory left after loading, in bytes; 0 where the device cannot tell."""
+    steps: int = 0
+    step_s: float = 0.0
+    """Duration of the last step, in seconds."""
+
+
+ToEngine: TypeAlias = Submit | Cancel | Drain
+FromEngine: TypeAlias = Admitted | Output | Failed | LaneState

@@ -1,0 +1,213 @@
+"""The worker's settings: read once from the mounted file, validated with units, frozen."""
+
+import json
+import os
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
+
+Port = Annotated[int, Field(ge=1, le=65535)]
+
+
+class SettingsError(Exception):
+    """The settings file or the pod's environment is wrong; the message names the field."""
+
+
+class Role(StrEnum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+    BOTH = "both"
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ModelSettings(Section):
+    checkpoint: Path
+    """Folder with config.json, the safetensors index and the tokenizer."""
+    served_name: str
+    max_model_len: PositiveInt
+    """Prompt and output tokens of one request together."""
+
+
+class ParallelSettings(Section):
+    nodes_per_group: PositiveInt = 1
+    ranks_per_node: PositiveInt = 1
+    tensor_parallel: PositiveInt = 1
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes_per_group * self.ranks_per_node
+
+    @property
+    def lanes_per_node(self) -> int:
+        return self.ranks_per_node // self.tensor_parallel
+
+    @model_validator(mode="after")
+    def _lanes_stay_in_a_pod(self) -> "ParallelSettings":
+        if self.ranks_per_node % self.tensor_parallel:
+            raise ValueError(
+                f"tensor_parallel {self.tensor_parallel} does not divide ranks_per_node {self.ranks_per_node}; "
+                "a lane must not cross pods"
+            )
+        return self
+
+
+class RuntimeSettings(Section):
+    device: Annotated[str, Field(pattern="^(cpu|cuda)$")] = "cpu"
+    """`cuda` is also ROCm's name in torch."""
+    dtype: Annotated[str, Field(pattern="^(float32|bfloat16)$")] = "float32"
+    kv_cache_dtype: Annotated[str, Field(pattern="^(float32|bfloat16)$")] = "float32"
+    collectives: Annotated[str, Field(pattern="^(gloo|nccl)$")] = "gloo"
+    threads_per_rank: PositiveInt = 1
+
+
+class LimitSettings(Section):
+    """All per lane."""
+
+    max_num_seqs: PositiveInt
+    max_queued: PositiveInt = 64
+    max_num_batched_tokens: PositiveInt = 512
+    num_pages: PositiveInt
+    page_size_tokens: PositiveInt = 64
+    num_state_slots: PositiveInt
+
+    @model_validator(mode="after")
+    def _every_running_request_has_a_slot(self) -> "LimitSettings":
+        if self.num_state_slots < self.max_num_seqs:
+            raise ValueError(f"num_state_slots {self.num_state_slots} is below max_num_seqs {self.max_num_seqs}")
+        return self
+
+
+class HandoffSettings(Section):
+    transport: Annotated[str, Field(pattern="^(nixl|moriio)$")] = "nixl"
+    reservation_timeout_s: PositiveFloat = 120.0
+    """From reservation to Ready; afterwards the request fails and the reservation is quarantined."""
+    fence: Annotated[str, Field(pattern="^(none|read_back)$")] = "none"
+    """`read_back`: read a few bytes of every written region before telling decode, where completion is only local."""
+
+
+class PortSettings(Section):
+    api: Port = 8000
+    rendezvous: Port = 29500
+    coordinator: Port = 29501
+    handoff: Port = 29600
+    """First of `lanes_per_node` consecutive ports."""
+
+
+class TimeoutSettings(Section):
+    group_start_s: PositiveFloat = 600.0
+    collective_s: PositiveFloat = 60.0
+    drain_s: PositiveFloat = 120.0
+
+
+class ServiceSettings(Section):
+    headless: str = ""
+    """Name of the role's headless service; empty: the group is this machine alone."""
+    namespace: str = "default"
+
+
+class FaultSettings(Section):
+    """For tests only: bring back known bugs to show that the checks see them."""
+
+    notify_before_writes_land: bool = False
+    keep_recycled_state: bool = False
+
+
+class WorkerSettings(Section):
+    deployment: str
+    role: Role
+    revision: str = "dev"
+    model: ModelSettings
+    parallel: ParallelSettings = ParallelSettings()
+    runtime: RuntimeSettings = RuntimeSettings()
+    limits: LimitSettings
+    handoff: HandoffSettings = HandoffSettings()
+    ports: PortSettings = PortSettings()
+    timeouts: TimeoutSettings = TimeoutSettings()
+    service: ServiceSettings = ServiceSettings()
+    faults: FaultSettings = FaultSettings()
+
+    @model_validator(mode="after")
+    def _one_request_fits(self) -> "WorkerSettings":
+        need = -(-self.model.max_model_len // self.limits.page_size_tokens)
+        if need > self.limits.num_pages:
+            raise ValueError(
+                f"limits.num_pages {self.limits.num_pages} x {self.limits.page_size_tokens} tokens cannot hold one "
+                f"request of model.max_model_len {self.model.max_model_len}; it needs {need} pages"
+            )
+        return self
+
+
+class RouterSettings(Section):
+    deployment: str
+    served_name: str
+    port: Port = 8000
+    prefill_service: str
+    decode_service: str
+    worker_port: Port = 8000
+    poll_interval_s: PositiveFloat = 0.5
+    retries: Annotated[int, Field(ge=0)] = 3
+
+
+class PodIdentity(Section):
+    """Who this pod is, from the environment that the operator renders."""
+
+    pod_name: str = "local-0"
+    pod_ip: str = "127.0.0.1"
+    group: str = "0"
+    generation: PositiveInt = 1
+
+    @property
+    def ordinal(self) -> int:
+        """Index of the pod within its StatefulSet."""
+        return int(self.pod_name.rpartition("-")[2])
+
+    @property
+    def group_name(self) -> str:
+        """Name of the pod's StatefulSet."""
+        return self.pod_name.rpartition("-")[0]
+
+
+SettingsT = TypeVar("SettingsT", bound=Section)
+
+
+def read_settings(path: Path, kind: type[SettingsT]) -> SettingsT:
+    """Read and validate a settings file. Raises SettingsError that names file and field."""
+    try:
+        return kind.model_validate(json.loads(path.read_text()))
+    except OSError as error:
+        raise SettingsError(f"settings file {path}: {error.strerror}; mount it or set KIMI_SETTINGS") from error
+    except json.JSONDecodeError as error:
+        raise SettingsError(f"settings file {path}: not JSON: {error}") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"]) or kind.__name__
+        raise SettingsError(f"settings file {path}: {field}: {first['msg']} (got {first['input']!r:.200})") from error
+
+
+def settings_path() -> Path:
+    return Path(os.environ.get("KIMI_SETTINGS", "/etc/kimi/worker.json"))
+
+
+def pod_identity() -> PodIdentity:
+    """Read the pod's identity from the environment. Raises SettingsError."""
+    names = {"pod_name": "POD_NAME", "pod_ip": "POD_IP", "group": "KIMI_GROUP", "generation": "KIMI_GROUP_GENERATION"}
+    try:
+        identity = PodIdentity.model_validate(
+            {field: os.environ[name] for field, name in names.items() if name in os.environ}
+        )
+        _ = identity.ordinal
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise SettingsError(
+            f"environment {names[str(first['loc'][0])]}: {first['msg']} (got {first['input']!r})"
+        ) from error
+    except ValueError as error:
+        raise SettingsError(
+            f"environment POD_NAME: must end in -<ordinal> (got {os.environ.get('POD_NAME')!r})"
+        ) from error
+    return identity
