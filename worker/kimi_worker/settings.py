@@ -160,6 +160,9 @@ class PodIdentity(Section):
     pod_ip: str = "127.0.0.1"
     group: str = "0"
     generation: PositiveInt = 1
+    run_dir: Path = Path("/run/kimi")
+    """Sockets of the pod's processes and the mark of its first run; an emptyDir."""
+    termination_log: Path = Path("/dev/termination-log")
 
     @property
     def ordinal(self) -> int:
@@ -195,7 +198,14 @@ def settings_path() -> Path:
 
 def pod_identity() -> PodIdentity:
     """Read the pod's identity from the environment. Raises SettingsError."""
-    names = {"pod_name": "POD_NAME", "pod_ip": "POD_IP", "group": "KIMI_GROUP", "generation": "KIMI_GROUP_GENERATION"}
+    names = {
+        "pod_name": "POD_NAME",
+        "pod_ip": "POD_IP",
+        "group": "KIMI_GROUP",
+        "generation": "KIMI_GROUP_GENERATION",
+        "run_dir": "KIMI_RUN_DIR",
+        "termination_log": "KIMI_TERMINATION_LOG",
+    }
     try:
         identity = PodIdentity.model_validate(
             {field: os.environ[name] for field, name in names.items() if name in os.environ}

@@ -1,8 +1,18 @@
-"""Messages between a pod's API process and its lane leaders."""
+"""Messages between a pod's API process and its lane leaders.
 
+Each lane leader binds a ROUTER at `api_socket`; a client connects a DEALER and sends `Watch` first. A message is one
+frame, a MessagePack of `ToEngine` or `FromEngine`. Answers go to the client that submitted, LaneState to all that watch.
+"""
+
+from pathlib import Path
 from typing import TypeAlias
 
 from msgspec import Struct
+
+
+def api_socket(run_dir: Path, lane: int) -> str:
+    """ZeroMQ address of a lane of this pod; `lane` counts from 0 within the pod."""
+    return f"ipc://{run_dir}/lane-{lane}.sock"
 
 
 class Sampling(Struct, frozen=True):
@@ -16,6 +26,10 @@ class Sampling(Struct, frozen=True):
     """None: no log-probabilities; n: the chosen token's and the n most likely ones'."""
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+
+
+class Watch(Struct, frozen=True, tag="watch"):
+    """A client's first message: answered at once by a LaneState, followed by one at every change."""
 
 
 class Submit(Struct, frozen=True, tag="submit"):
@@ -114,5 +128,5 @@ class LaneState(Struct, frozen=True, tag="lane"):
     """Duration of the last step, in seconds."""
 
 
-ToEngine: TypeAlias = Submit | Cancel | Drain
+ToEngine: TypeAlias = Watch | Submit | Cancel | Drain
 FromEngine: TypeAlias = Admitted | Output | Failed | LaneState
