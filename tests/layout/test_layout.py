@@ -1,0 +1,66 @@
+"""The rules of the tree that no linter knows."""
+
+import ast
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TOP_LEVEL = {
+    ".ci", ".github", ".gitignore", ".importlinter", ".pre-commit-config.yaml", "CHANGELOG.md", "DESIGN.md", "LICENSE", "Makefile", "README.md",
+    "charts", "crds", "examples", "kernels", "operator", "pyproject.toml", "tests", "uv.lock", "worker",
+}  # fmt: skip
+
+
+def tracked(pattern: str = "") -> list[Path]:
+    listing = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True, text=True).stdout
+    return [Path(name) for name in listing.split("\0") if name and name.endswith(pattern) and (ROOT / name).exists()]
+
+
+def sources() -> list[Path]:
+    return [
+        path
+        for path in tracked(".py")
+        if path.parts[0] in {"operator", "worker", "kernels"} or "localcluster" in path.parts
+    ]
+
+
+def test_top_level_is_fixed() -> None:
+    assert {path.parts[0] for path in tracked()} == TOP_LEVEL
+
+
+@pytest.mark.parametrize("folder", ["operator", "worker", "kernels", "tests"])
+def test_no_package_shadows_the_standard_library(folder: str) -> None:
+    """An `operator/__init__.py` would shadow the standard library's `operator` for whoever runs from the root."""
+    assert not (ROOT / folder / "__init__.py").exists()
+
+
+def test_environment_is_read_only_in_settings() -> None:
+    readers = [
+        str(path)
+        for path in sources()
+        if path.name != "settings.py"
+        for node in ast.walk(ast.parse((ROOT / path).read_text()))
+        if isinstance(node, ast.Attribute) and node.attr in {"environ", "getenv"}
+    ]
+    assert not readers
+
+
+def test_files_and_functions_stay_small() -> None:
+    long = []
+    for path in sources():
+        text = (ROOT / path).read_text()
+        if (lines := text.count("\n")) > 600:
+            long.append(f"{path}: {lines} lines, at most 600")
+        long += [
+            f"{path}:{node.lineno} {node.name}: {node.end_lineno - node.lineno + 1} lines, at most 80"
+            for node in ast.walk(ast.parse(text))
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (node.end_lineno or 0) - node.lineno >= 80
+        ]
+    assert not long, "\n".join(long)
+
+
+def test_test_files_have_unique_names() -> None:
+    names = [path.name for path in tracked(".py") if path.name.startswith("test_")]
+    assert sorted(names) == sorted(set(names))
