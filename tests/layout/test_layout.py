@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-TOP_LEVEL = {
-    ".ci", ".github", ".gitignore", ".importlinter", ".pre-commit-config.yaml", "CHANGELOG.md", "DESIGN.md", "LICENSE", "Makefile", "README.md",
-    "charts", "crds", "examples", "kernels", "operator", "pyproject.toml", "tests", "uv.lock", "worker",
-}  # fmt: skip
+FILES = """
+    .gitignore .importlinter .pre-commit-config.yaml CHANGELOG.md DESIGN.md LICENSE Makefile README.md
+    pyproject.toml uv.lock
+"""
+FOLDERS = ".ci .github charts crds examples kernels operator tests worker"
+TOP_LEVEL = {*FILES.split(), *FOLDERS.split()}
 
 
 def tracked(pattern: str = "") -> list[Path]:
