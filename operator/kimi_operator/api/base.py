@@ -1,0 +1,101 @@
+"""What all models of the API share: camelCase names, frozen values, unknown fields are errors, exact quantities."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from decimal import Decimal, InvalidOperation
+from typing import Annotated, Any, Final, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError, WithJsonSchema
+from pydantic.alias_generators import to_camel
+
+from kimi_operator.errors import InvalidSpec, Problem
+
+GROUP = "kimi-operator.io"
+VERSION = "v1alpha1"
+API_VERSION: Final = "kimi-operator.io/v1alpha1"
+
+QUANTITY_PATTERN = r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?$"
+_SUFFIX_FACTORS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
+_SUFFIX_FACTORS |= {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50}
+
+
+class ApiModel(BaseModel):
+    """A frozen value of the API. Strict: a string is no number. Read with `parse`, write with `dump`."""
+
+    model_config = ConfigDict(
+        alias_generator=to_camel,
+        validate_by_alias=True,
+        validate_by_name=True,
+        frozen=True,
+        extra="forbid",
+        strict=True,
+    )
+
+
+def parse_bytes(value: object) -> int:
+    """Bytes of a Kubernetes quantity such as 64Mi, 191.98Gi or 13e9 written out; fractions are rounded down.
+
+    Raises ValueError with what was expected when the text is no quantity.
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    text = str(value)
+    number = text.rstrip("kKMGTPi")
+    suffix = text[len(number) :]
+    try:
+        amount = Decimal(number)
+        factor = _SUFFIX_FACTORS[suffix]
+    except (InvalidOperation, KeyError):
+        raise ValueError(f"{text!r} is no amount of bytes; write a number with a suffix such as 64Mi or 8Gi") from None
+    return int(amount * factor)
+
+
+_INT_OR_STRING = {
+    "x-kubernetes-int-or-string": True,
+    "anyOf": [{"type": "integer"}, {"type": "string"}],
+    "pattern": QUANTITY_PATTERN,
+    "maxLength": 24,
+}
+
+# Bytes: read from a quantity, held as an exact integer.
+Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=0, le=2**60), WithJsonSchema(_INT_OR_STRING)]
+# A quantity that is passed on as it was written (cpu: 500m, memory: 64Gi).
+Quantity = Annotated[
+    Annotated[str, StringConstraints(pattern=QUANTITY_PATTERN, max_length=24)] | Annotated[int, Field(ge=0)],
+    WithJsonSchema(_INT_OR_STRING),
+]
+# Any object of the Kubernetes API that this API passes on unread; the API server checks it where it is used.
+FreeForm = Annotated[dict[str, Any], WithJsonSchema({"type": "object", "x-kubernetes-preserve-unknown-fields": True})]
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def parse(model: type[Model], document: Mapping[str, Any], where: str = "") -> Model:
+    """Validate a document as the API server would hand it over.
+
+    Raises InvalidSpec with one problem a wrong field; `where` is put before each field's path.
+    """
+    try:
+        # JSON mode: strict about numbers and strings, but a list may become a tuple and a string an enum.
+        return model.model_validate_json(json.dumps(document, default=str))
+    except ValidationError as error:
+        raise InvalidSpec(tuple(_problem(item, where) for item in error.errors())) from error
+
+
+def dump(model: BaseModel) -> dict[str, Any]:
+    """The model as the API server takes it: camelCase, without fields that are absent."""
+    return model.model_dump(mode="json", by_alias=True, exclude_none=True)
+
+
+def _problem(item: Any, where: str) -> Problem:
+    path = ".".join(str(part) for part in (where, *item["loc"]) if part != "")
+    match item["type"]:
+        case "extra_forbidden":
+            return Problem(path, repr(item["input"]), "no such field", "remove it or mend its spelling")
+        case "missing":
+            return Problem(path, "nothing", "a value", "set it")
+        case _:
+            expected = item["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+            return Problem(path, repr(item["input"]), expected, "correct the value")

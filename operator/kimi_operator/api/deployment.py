@@ -1,0 +1,188 @@
+"""Spec of a KimiDeployment: what a user asks for. Values that the planner derives never appear here."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Literal
+
+from pydantic import Field, StringConstraints
+
+from kimi_operator.api.base import API_VERSION, ApiModel
+from kimi_operator.api.meta import ObjectMeta
+from kimi_operator.api.pod import Name, Path, PodTemplate
+from kimi_operator.api.status import KimiDeploymentStatus
+
+NodesPerGroup = Annotated[int, Field(ge=1, le=64)]
+MAX_GROUPS = 64
+
+
+class Role(StrEnum):
+    """What a group of ranks does."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class Transport(StrEnum):
+    """Library that moves pages and state from prefill to decode."""
+
+    AUTO = "Auto"
+    MORIIO = "MoRIIO"
+    NIXL = "NIXL"
+
+
+class ExpertPrecision(StrEnum):
+    """How routed experts lie in memory."""
+
+    AUTO = "Auto"
+    MXFP4 = "MXFP4"
+
+
+class KvPrecision(StrEnum):
+    """How cached MLA rows lie in memory."""
+
+    AUTO = "Auto"
+    FP8 = "FP8"
+    BF16 = "BF16"
+    FP32 = "FP32"
+
+
+class HostPath(ApiModel):
+    """A directory that lies on every node that runs a worker."""
+
+    path: Path = Field(description="Absolute path of the directory that holds config.json.")
+
+
+class PersistentVolumeClaim(ApiModel):
+    """A claim in the deployment's namespace that many nodes can mount read-only."""
+
+    claim_name: Name = Field(description="Name of the claim.")
+
+
+class ImageVolume(ApiModel):
+    """An OCI image or artifact that holds the checkpoint at its root."""
+
+    reference: str = Field(min_length=1, max_length=512, description="Reference of the image, best with a digest.")
+    pull_policy: Literal["Always", "IfNotPresent", "Never"] = Field(
+        default="IfNotPresent", description="When the kubelet pulls."
+    )
+
+
+class Checkpoint(ApiModel):
+    """Where the weights are: exactly one of the sources. Mounted read-only."""
+
+    host_path: HostPath | None = Field(default=None, description="A directory on each node.")
+    persistent_volume_claim: PersistentVolumeClaim | None = Field(default=None, description="A volume claim.")
+    image: ImageVolume | None = Field(default=None, description="An OCI image volume (Kubernetes 1.33 or later).")
+
+
+class ModelSpec(ApiModel):
+    """Which model is served, and under which name."""
+
+    architecture: str = Field(
+        default="kimi-k3",
+        min_length=1,
+        max_length=63,
+        pattern=r"^[a-z0-9][a-z0-9.-]*$",
+        description="Name of a built-in architecture: kimi-k3 or kimi-k3-tiny. Cannot change.",
+    )
+    checkpoint: Checkpoint = Field(description="Where the weights are: exactly one source.")
+    served_name: Annotated[str, StringConstraints(min_length=1, max_length=128)] = Field(
+        default="kimi-k3", description="Name of the model in the OpenAI API. Cannot change."
+    )
+    max_model_len: int | None = Field(
+        default=None,
+        ge=1,
+        le=16_777_216,
+        description="Longest prompt plus answer, in tokens; the plan's limit when absent.",
+    )
+
+
+class HardwareSpec(ApiModel):
+    """What the pods run on."""
+
+    profile: str | None = Field(
+        default=None,
+        min_length=1,
+        max_length=63,
+        description="Name of a HardwareProfile; found from the labels of the cluster's GPU nodes when absent.",
+    )
+
+
+class PrecisionSpec(ApiModel):
+    """How numbers lie in memory. Both roles always use the same."""
+
+    experts: ExpertPrecision = Field(
+        default=ExpertPrecision.AUTO, description="Routed experts; Auto keeps what the hardware profile names."
+    )
+    kv_cache: KvPrecision = Field(
+        default=KvPrecision.AUTO, description="Cached MLA rows; Auto takes the hardware profile's type."
+    )
+
+
+class RoleSpec(ApiModel):
+    """One role: how many groups, and the shape of each. A group is one expert-parallel set of ranks."""
+
+    groups: int = Field(default=1, ge=1, le=MAX_GROUPS, description="Number of groups.")
+    nodes_per_group: int = Field(default=2, ge=1, le=64, description="Nodes of a group, one pod each. Cannot change.")
+    gpus_per_node: int = Field(default=8, ge=1, le=64, description="GPUs of each pod, one rank each. Cannot change.")
+    tensor_parallel: int = Field(
+        default=2, ge=1, le=64, description="Ranks that share one lane's attention; divides gpusPerNode. Cannot change."
+    )
+    max_num_seqs: int | None = Field(
+        default=None, ge=1, le=4096, description="Running requests a lane; the plan's choice when absent."
+    )
+    template: PodTemplate = Field(default_factory=PodTemplate, description="What to set on the pods.")
+
+
+class HandoffSpec(ApiModel):
+    """How pages and state move from prefill to decode."""
+
+    transport: Transport = Field(default=Transport.AUTO, description="Auto takes the hardware profile's.")
+
+
+class RouterSpec(ApiModel):
+    """The front door: an OpenAI API in front of all lanes."""
+
+    replicas: int = Field(default=1, ge=1, le=32, description="Number of router pods.")
+    template: PodTemplate = Field(default_factory=PodTemplate, description="What to set on the pods.")
+
+
+class RolloutSpec(ApiModel):
+    """How a change of the pods reaches them."""
+
+    paused: bool = Field(default=False, description="While true, running groups keep their revision.")
+
+
+class KimiDeploymentSpec(ApiModel):
+    """A disaggregated Kimi service: prefill groups, decode groups and a router."""
+
+    model: ModelSpec = Field(description="Which model is served.")
+    hardware: HardwareSpec = Field(default_factory=HardwareSpec, description="What the pods run on.")
+    precision: PrecisionSpec = Field(default_factory=PrecisionSpec, description="How numbers lie in memory.")
+    prefill: RoleSpec = Field(description="Groups that compute prompts.")
+    decode: RoleSpec = Field(description="Groups that generate tokens.")
+    handoff: HandoffSpec = Field(default_factory=HandoffSpec, description="How state moves between them.")
+    router: RouterSpec = Field(default_factory=RouterSpec, description="The front door.")
+    rollout: RolloutSpec = Field(default_factory=RolloutSpec, description="How changes reach the pods.")
+    restart_budget: int = Field(
+        default=5,
+        ge=0,
+        le=1000,
+        description="Restarts of a group, without ten minutes of Ready in between, before it is left Failed.",
+    )
+    suspend: bool = Field(default=False, description="While true, no pods run; everything else stays.")
+
+    def role(self, role: Role) -> RoleSpec:
+        """The spec of one role."""
+        return self.prefill if role is Role.PREFILL else self.decode
+
+
+class KimiDeployment(ApiModel):
+    """A Kimi model served from separate prefill and decode groups."""
+
+    api_version: Literal["kimi-operator.io/v1alpha1"] = API_VERSION
+    kind: Literal["KimiDeployment"] = "KimiDeployment"
+    metadata: ObjectMeta
+    spec: KimiDeploymentSpec = Field(description="What is asked for.")
+    status: KimiDeploymentStatus | None = Field(default=None, description="What the operator last saw.")

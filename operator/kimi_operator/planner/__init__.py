@@ -1,0 +1,6 @@
+"""Pure planner: exact integers in bytes, no I/O, no kopf, no torch."""
+
+from kimi_operator.planner.architecture import Architecture
+from kimi_operator.planner.plan import Infeasible, MemoryLine, Plan, RolePlan, make_plan
+
+__all__ = ["Architecture", "Infeasible", "MemoryLine", "Plan", "RolePlan", "make_plan"]
