@@ -1,14 +1,31 @@
-"""Control messages of the handoff, between a decode lane and a prefill lane."""
+"""Messages of the handoff: between a decode lane and a prefill lane, and between a lane's leader and its ranks.
 
-from typing import TypeAlias
+A transfer is named by decode: (decode's endpoint, decode's epoch, a number that only grows within that epoch).
+"""
+
+from typing import NamedTuple, TypeAlias
 
 from msgspec import Struct
 
 from kimi_worker.protocol.engine import SampledToken, Sampling
 
 
+class TransferKey(NamedTuple):
+    """One transfer, as prefill names it: decode's endpoint, decode's epoch, decode's number."""
+
+    peer: str
+    epoch: int
+    number: int
+
+
+# Between lanes. `epoch` is the sender's; `peer_epoch` the one the sender last heard from the receiver.
+
+
 class Hello(Struct, frozen=True, tag="hello"):
-    """First message each way. `ranks` holds each TP rank's transport descriptor, in rank order."""
+    """Decode introduces itself and repeats it while transfers are open; prefill answers each with its own.
+
+    `ranks` holds each TP rank's transport descriptor, in rank order; prefill's is empty, nobody writes there.
+    """
 
     engine: str
     epoch: int
@@ -19,10 +36,10 @@ class Hello(Struct, frozen=True, tag="hello"):
 class Prefill(Struct, frozen=True, tag="prefill"):
     """Decode asks: compute these tokens, write their cache into these pages and this slot, tell me the first token.
 
-    The reservation stands until Release, or until Abort has been answered.
+    Repeated until Accepted. The reservation stands until Ready, Refused, or Aborted.
     """
 
-    transfer: str
+    number: int
     epoch: int
     peer_epoch: int
     token_ids: list[int]
@@ -33,11 +50,20 @@ class Prefill(Struct, frozen=True, tag="prefill"):
     """Seconds from receipt after which decode gives up."""
 
 
-class Refused(Struct, frozen=True, tag="refused"):
-    """Prefill does not take the request: nothing was and nothing will be written."""
+class Accepted(Struct, frozen=True, tag="accepted"):
+    """Prefill has the request and will answer Ready, Refused or Aborted."""
 
-    transfer: str
+    number: int
     epoch: int
+    peer_epoch: int
+
+
+class Refused(Struct, frozen=True, tag="refused"):
+    """Prefill does not take the request: no write of it was or will be made by this process."""
+
+    number: int
+    epoch: int
+    peer_epoch: int
     code: str
     message: str
 
@@ -45,40 +71,122 @@ class Refused(Struct, frozen=True, tag="refused"):
 class Ready(Struct, frozen=True, tag="ready"):
     """Every byte of every region of every rank has arrived. Repeated until Release."""
 
-    transfer: str
+    number: int
     epoch: int
+    peer_epoch: int
     digest: str
-    """Of the copies that were made; decode computes the same from its reservation."""
+    """Of where the bytes went; decode computes the same from its reservation."""
     first: SampledToken
     num_bytes: int
     seconds: float
+    """From the first write to the last completion or fence, on prefill's clock."""
 
 
 class Abort(Struct, frozen=True, tag="abort"):
-    """Decode no longer wants the transfer. Answered by Aborted once no write can be in flight."""
+    """Decode no longer wants the transfer. Repeated until Aborted."""
 
-    transfer: str
+    number: int
     epoch: int
+    peer_epoch: int
 
 
 class Aborted(Struct, frozen=True, tag="aborted"):
-    """No write of this transfer is or will be in flight: decode may reuse the pages.
+    """The transfer has ended without a Ready. Answers Abort; also sent when the writes fail.
 
-    Answers Abort; also sent when prefill fails by itself.
+    `settled`: no write of it is or will be in flight, so decode may reuse the pages. Not settled: the writes broke
+    off and bytes may still be under way; decode must cut its peers off first.
     """
 
-    transfer: str
+    number: int
     epoch: int
+    peer_epoch: int
+    settled: bool
     code: str
     message: str
 
 
 class Release(Struct, frozen=True, tag="release"):
-    """Decode has activated the request (or knows nothing of it): prefill may free its side."""
+    """Decode has activated the request, or wants nothing more of it: prefill may free its side."""
 
-    transfer: str
+    number: int
     epoch: int
+    peer_epoch: int
 
 
 ToPrefill: TypeAlias = Hello | Prefill | Abort | Release
-ToDecode: TypeAlias = Hello | Refused | Ready | Aborted
+ToDecode: TypeAlias = Hello | Accepted | Refused | Ready | Aborted
+LaneMessage: TypeAlias = Hello | Prefill | Accepted | Refused | Ready | Abort | Aborted | Release
+
+
+# From a lane's leader to each rank of the lane (itself too), in order.
+
+
+class Connect(Struct, frozen=True, tag="connect"):
+    """Rank i connects to `ranks[i]` of the peer, under the name (peer, epoch)."""
+
+    peer: str
+    epoch: int
+    ranks: list[bytes]
+
+
+class Disconnect(Struct, frozen=True, tag="disconnect"):
+    """Forget the peer; writes to it that are open end with an error. Answered by Disconnected."""
+
+    peer: str
+    epoch: int
+
+
+class Write(Struct, frozen=True, tag="write"):
+    """Write these local pages and this slot into the peer's. Answered by Wrote."""
+
+    key: TransferKey
+    local_pages: list[int]
+    remote_pages: list[int]
+    local_slot: int
+    remote_slot: int
+
+
+class Fence(Struct, frozen=True, tag="fence"):
+    """Read back from every region that `Write` of this key wrote. Answered by Fenced."""
+
+    key: TransferKey
+
+
+class Revoke(Struct, frozen=True, tag="revoke"):
+    """Make every descriptor that was ever given out worthless. Answered by Revoked with a new one."""
+
+
+RankCommand: TypeAlias = Connect | Disconnect | Write | Fence | Revoke
+
+
+# From a rank to its leader.
+
+
+class Wrote(Struct, frozen=True, tag="wrote"):
+    """All writes of the key have ended on this rank; `error` is empty when all bytes were written."""
+
+    rank: int
+    key: TransferKey
+    error: str
+    digest: str
+    num_bytes: int
+
+
+class Fenced(Struct, frozen=True, tag="fenced"):
+    rank: int
+    key: TransferKey
+    error: str
+
+
+class Disconnected(Struct, frozen=True, tag="disconnected"):
+    rank: int
+    peer: str
+    epoch: int
+
+
+class Revoked(Struct, frozen=True, tag="revoked"):
+    rank: int
+    descriptor: bytes
+
+
+RankReport: TypeAlias = Wrote | Fenced | Disconnected | Revoked

@@ -1,0 +1,1 @@
+"""Move a request's cache from a prefill lane into a decode lane; `session.py` tells the story."""
