@@ -81,6 +81,14 @@ class LimitSettings(Section):
             raise ValueError(f"num_state_slots {self.num_state_slots} is below max_num_seqs {self.max_num_seqs}")
         return self
 
+    @model_validator(mode="after")
+    def _every_running_request_gets_a_token(self) -> "LimitSettings":
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens {self.max_num_batched_tokens} is below max_num_seqs {self.max_num_seqs}"
+            )
+        return self
+
 
 class HandoffSettings(Section):
     transport: Annotated[str, Field(pattern="^(nixl|moriio)$")] = "nixl"

@@ -1,7 +1,7 @@
 """Messages between a pod's API process and its lane leaders.
 
 Each lane leader binds a ROUTER at `api_socket`; a client connects a DEALER and sends `Watch` first. A message is one
-frame, a MessagePack of `ToEngine` or `FromEngine`. Answers go to the client that submitted, LaneState to all that watch.
+frame, a MessagePack of `ToEngine` or `FromEngine`. Answers go to the client that submitted, LaneState to all watchers.
 """
 
 from pathlib import Path
@@ -73,7 +73,10 @@ class Admitted(Struct, frozen=True, tag="admitted"):
 
 
 class Output(Struct, frozen=True, tag="output"):
-    """New tokens of a request. The last one has a `finish_reason` (stop, length) and the handoff's figures."""
+    """New tokens of a request. The last one has a `finish_reason` (stop, length) and the handoff's figures.
+
+    An end-of-sequence or stop token is the last of `tokens`; whoever makes text leaves it out.
+    """
 
     request_id: str
     tokens: list[SampledToken]
