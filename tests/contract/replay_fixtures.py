@@ -1,0 +1,127 @@
+"""Fixtures that the tests of the server, of the router and of their contract share."""
+
+import asyncio
+import base64
+import json
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvicorn
+from fastapi import FastAPI
+from kimi_worker.server.app import create_app
+from kimi_worker.server.text import Tokenizer
+from kimi_worker.settings import PodIdentity, WorkerSettings
+from replay_engine import ReplayEngine, Script, replay
+
+WORDS = ["hello", " world", " stop", " the", " answer", " is", "message", "response", "think", " role", "user"]
+SPECIAL = ["[BOS]", "[EOS]", "<|end_of_msg|>", "<|open|>", "<|close|>", "<|sep|>"]
+NUM_RANKS = 256 + len(WORDS)
+VOCAB_SIZE = NUM_RANKS + 16
+MODEL = "tiny"
+
+
+def write_tokenizer(folder: Path) -> None:
+    """The tokenizer's files of a small checkpoint: every byte, a few words, the named special tokens."""
+    pieces = [bytes([byte]) for byte in range(256)] + [word.encode() for word in WORDS]
+    lines = [f"{base64.b64encode(piece).decode()} {rank}\n" for rank, piece in enumerate(pieces)]
+    (folder / "tiktoken.model").write_text("".join(lines))
+    added = {
+        str(NUM_RANKS + at): {"content": name, "special": name not in ("<|open|>", "<|close|>", "<|sep|>")}
+        for at, name in enumerate(SPECIAL)
+    }
+    tokens = {"added_tokens_decoder": added, "eos_token": "[EOS]", "chat_template_kwargs": {"thinking": False}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokens))
+    config = {"eos_token_id": NUM_RANKS + SPECIAL.index("<|end_of_msg|>"), "text_config": {"vocab_size": VOCAB_SIZE}}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoint")
+    write_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tokenizer(checkpoint: Path) -> Tokenizer:
+    return Tokenizer.load(checkpoint)
+
+
+def worker_settings(
+    checkpoint: Path, *, role: str = "decode", num_lanes: int = 1, revision: str = "r1"
+) -> WorkerSettings:
+    return WorkerSettings.model_validate(
+        {
+            "deployment": "k3",
+            "role": role,
+            "revision": revision,
+            "model": {"checkpoint": str(checkpoint), "served_name": MODEL, "max_model_len": 512},
+            "parallel": {"ranks_per_node": num_lanes},
+            "limits": {"max_num_seqs": 8, "num_pages": 64, "num_state_slots": 10},
+            "timeouts": {"collective_s": 5.0, "drain_s": 2.0},
+        }
+    )
+
+
+@asynccontextmanager
+async def listening(app: FastAPI) -> AsyncIterator[str]:
+    """Serve an app on a free port; gives its URL."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=2)
+        server = uvicorn.Server(config)
+        task = asyncio.create_task(server.serve(sockets=[listener]))
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            await task
+
+
+@dataclass
+class Pod:
+    """A pod's API process with replayed lanes."""
+
+    url: str
+    engines: list[ReplayEngine]
+    app: FastAPI
+
+    @property
+    def engine(self) -> ReplayEngine:
+        return self.engines[0]
+
+    def play(self, script: Script | Callable[[Any], Script]) -> None:
+        for engine in self.engines:
+            engine.script = script if callable(script) else lambda _: script
+
+
+PodFactory = Callable[..., Any]
+
+
+@pytest.fixture
+async def start_pod(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[PodFactory]:
+    """Start pods that end with the test: `await start_pod(role="decode", num_lanes=1, layout_hash="l1")`."""
+    async with AsyncExitStack() as stack:
+
+        async def start(*, role: str = "decode", num_lanes: int = 1, layout_hash: str = "l1") -> Pod:
+            run_dir = tmp_path_factory.mktemp("run")
+            engines = await stack.enter_async_context(
+                replay(run_dir, lambda _: Script(), num_lanes=num_lanes, layout_hash=layout_hash)
+            )
+            app = create_app(worker_settings(checkpoint, role=role, num_lanes=num_lanes), PodIdentity(run_dir=run_dir))
+            url = await stack.enter_async_context(listening(app))
+            async with asyncio.timeout(10):
+                while app.state.pod.lanes.not_ready:  # noqa: ASYNC110  # a state, not an event
+                    await asyncio.sleep(0.005)
+            return Pod(url, engines, app)
+
+        yield start
+
+
+@pytest.fixture
+async def pod(start_pod: PodFactory) -> Pod:
+    return await start_pod()

@@ -1,0 +1,10 @@
+"""Shares the replayed pods of tests/contract."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "contract"))
+
+from replay_fixtures import checkpoint, pod, start_pod, tokenizer
+
+__all__ = ["checkpoint", "pod", "start_pod", "tokenizer"]

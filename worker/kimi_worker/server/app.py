@@ -1,0 +1,235 @@
+"""The HTTP API of a worker pod."""
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import structlog
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
+
+from kimi_worker.protocol.engine import LaneState
+from kimi_worker.protocol.openai import ApiError
+from kimi_worker.server.generation import Generation, Tools, error_response
+from kimi_worker.server.lanes import Lane, Lanes
+from kimi_worker.server.metrics import Metrics
+from kimi_worker.server.work import Intake, Work, unknown_model
+from kimi_worker.settings import PodIdentity, Role, WorkerSettings
+
+log = structlog.get_logger()
+
+_IN_THREAD_BYTES = 2**16
+"""Larger bodies are read and tokenised in a thread, so that they do not hold up the streams."""
+
+_ENDPOINT = re.compile(r"tcp://[^\s/:]+:\d{1,5}|tcp://\[[0-9a-fA-F:]+\]:\d{1,5}")
+
+
+@dataclass(frozen=True, slots=True)
+class Pod:
+    """What the handlers share."""
+
+    settings: WorkerSettings
+    identity: PodIdentity
+    intake: Intake
+    lanes: Lanes
+    metrics: Metrics
+
+    def state(self) -> dict[str, object]:
+        """The pod as the router and the operator see it."""
+        states = self.lanes.states
+        not_ready = self.lanes.not_ready
+        return {
+            "deployment": self.settings.deployment,
+            "role": self.settings.role.value,
+            "group": self.identity.group,
+            "generation": self.identity.generation,
+            "revision": self.settings.revision,
+            "layout_hash": states[0].layout_hash if states else "",
+            "ready": not_ready is None,
+            "draining": self.lanes.is_draining,
+            "error": not_ready,
+            "lanes": [_lane_state(state) for state in states],
+            "memory": {
+                "weights_bytes": sum(state.weights_bytes for state in states),
+                "pages_bytes": sum(state.pages_bytes for state in states),
+                "slots_bytes": sum(state.slots_bytes for state in states),
+                "free_bytes": sum(state.free_bytes for state in states),
+            },
+        }
+
+    def model(self) -> dict[str, object]:
+        """The entry of /v1/models."""
+        name = self.intake.served_name
+        return {
+            "id": name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "kimi",
+            "max_model_len": self.intake.max_model_len,
+        }
+
+    def choose_lane(self, request: Request) -> Lane:
+        """The lane that the router names, else the least busy one. Raises ApiError."""
+        wanted = request.headers.get("x-kimi-lane")
+        if wanted is None:
+            return self.lanes.least_busy()
+        if not (wanted.isascii() and wanted.isdigit() and int(wanted[:9]) < len(self.lanes)):
+            raise ApiError.bad("x-kimi-lane", f"got {wanted[:20]!r}; this pod has lanes 0 to {len(self.lanes) - 1}")
+        return self.lanes[int(wanted)]
+
+    def check_ready(self) -> None:
+        """Raises ApiError (503) that another pod may answer."""
+        if self.settings.role is Role.PREFILL:
+            raise ApiError(
+                400, "this pod only prefills; send requests to the router or a decode pod", code="wrong_role"
+            )
+        if reason := self.lanes.not_ready:
+            code = "draining" if self.lanes.is_draining else "not_ready"
+            raise ApiError(503, f"this pod is not ready: {reason}", code=code, is_retryable=True, retry_after_s=1.0)
+
+
+def _lane_state(state: LaneState) -> dict[str, object]:
+    names = (
+        "lane handoff running waiting reserved queued_tokens num_pages free_pages num_slots free_slots max_num_seqs "
+        "transfers quarantined steps step_s"
+    )
+    return {name: getattr(state, name) for name in names.split()}
+
+
+def prefill_endpoint(request: Request) -> str | None:
+    """The prefill lane that the router names. Raises ApiError."""
+    endpoint = request.headers.get("x-kimi-prefill")
+    if endpoint is not None and not _ENDPOINT.fullmatch(endpoint):
+        raise ApiError.bad("x-kimi-prefill", f"got {endpoint[:60]!r}; want tcp://<ip>:<port>")
+    return endpoint
+
+
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """Raises ApiError (413) before a body that is too large is in memory."""
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > max_bytes:
+            raise ApiError(413, f"body: more than {max_bytes} bytes", code="body_too_large")
+    return bytes(body)
+
+
+def create_app(settings: WorkerSettings, identity: PodIdentity) -> FastAPI:
+    """The app of one pod. Raises TokenizerError when the checkpoint's tokenizer cannot be read."""
+    intake = Intake.load(settings.model.checkpoint, settings.model.served_name, settings.model.max_model_len)
+    lanes = Lanes(identity.run_dir, settings.parallel.lanes_per_node)
+    pod = Pod(settings, identity, intake, lanes, Metrics(settings.model.served_name, lanes))
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        async with lanes:
+            yield
+
+    app = FastAPI(title="Kimi worker", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app.state.pod = pod
+    add_error_handlers(app)
+    _add_openai_routes(app, pod)
+    _add_pod_routes(app, pod)
+    return app
+
+
+def _add_openai_routes(app: FastAPI, pod: Pod) -> None:
+    async def generate(request: Request, read: Callable[[bytes], Work]) -> Response:
+        pod.check_ready()
+        lane, prefill = pod.choose_lane(request), prefill_endpoint(request)
+        body = await read_body(request, pod.intake.max_body_bytes)
+        work = await asyncio.to_thread(read, body) if len(body) > _IN_THREAD_BYTES else read(body)
+        tools = Tools(
+            tokenizer=pod.intake.tokenizer,
+            metrics=pod.metrics,
+            # a lane answers between two steps, and no step is longer than its collectives may take
+            admission_timeout_s=pod.settings.timeouts.collective_s,
+            with_stats=request.headers.get("x-kimi-stats") == "1",
+        )
+        return Generation(work, lane, prefill, tools)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(request: Request) -> Response:
+        return await generate(request, pod.intake.chat_work)
+
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        return await generate(request, pod.intake.completion_work)
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, object]:
+        return {"object": "list", "data": [pod.model()]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, object]:
+        if name != pod.intake.served_name:
+            raise unknown_model(name, pod.intake.served_name)
+        return pod.model()
+
+
+def _add_pod_routes(app: FastAPI, pod: Pod) -> None:
+    lanes = pod.lanes
+
+    @app.get("/health")
+    async def health() -> Response:
+        silent_s = max((lanes[index].silent_s for index in range(len(lanes))), default=0.0)
+        limit_s = 2 * pod.settings.timeouts.collective_s
+        error = lanes.error or (f"a busy lane has said nothing for {silent_s:.0f} s" if silent_s > limit_s else None)
+        return JSONResponse({"error": error}, 503 if error else 200)
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        reason = lanes.not_ready
+        return JSONResponse({"ready": reason is None, "reason": reason}, 503 if reason else 200)
+
+    @app.get("/state")
+    async def state() -> Response:
+        return JSONResponse(pod.state())
+
+    @app.post("/drain")
+    async def drain() -> Response:
+        await lanes.drain()
+        return JSONResponse({"draining": True, "requests": lanes.num_requests})
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(pod.metrics.text(), media_type="text/plain; version=0.0.4")
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    """Every error leaves in OpenAI's form."""
+
+    @app.exception_handler(ApiError)
+    async def api_error(_: Request, error: ApiError) -> Response:
+        return error_response(error)
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> Response:
+        message = f"{request.method} {request.url.path[:100]}: {error.detail}"
+        response = error_response(ApiError(error.status_code, message, code="unknown_url"))
+        response.headers.update(error.headers or {})
+        return response
+
+    @app.exception_handler(Exception)
+    async def our_bug(request: Request, error: Exception) -> Response:
+        # the message may quote a prompt, so only the place is logged
+        log.error("request_crashed", path=request.url.path, error=type(error).__name__)
+        return error_response(ApiError(500, "internal error; the server's log has its place", code="internal_error"))
+
+
+async def serve(settings: WorkerSettings, identity: PodIdentity) -> None:
+    """Run the API process until a signal; streams that run get `timeouts.drain_s` to end."""
+    config = uvicorn.Config(
+        create_app(settings, identity),
+        host="0.0.0.0",  # noqa: S104  # the pod's network is its own
+        port=settings.ports.api,
+        access_log=False,
+        log_level="warning",
+        server_header=False,
+        timeout_graceful_shutdown=int(settings.timeouts.drain_s),
+    )
+    await uvicorn.Server(config).serve()
