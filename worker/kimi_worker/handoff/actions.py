@@ -23,8 +23,8 @@ class Timing:
     """A peer with open transfers that says nothing for so long is lost."""
     write_timeout_s: float = 60.0
     """From posting a transfer's writes to the last completion."""
-    forget_s: float = 60.0
-    """How long finished transfers and lost peers are remembered, to answer repetitions."""
+    forget_s: float = 600.0
+    """How long a peer without open transfers is remembered."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,10 @@ from enum import Enum
 
 from kimi_worker.protocol.handoff import Write
 
+READ_BACK_BYTES = 8
+READ_BACK_LIMIT = 64
+"""Most reads of one fence; enough to reach every queue pair that a transfer may have used."""
+
 
 class Unit(Enum):
     """What a region is an array of."""
@@ -68,6 +72,20 @@ def _merged(index: int, region: RegionLayout, pairs: Sequence[tuple[int, int]]) 
 
 def _follows(before: tuple[int, int], after: tuple[int, int]) -> bool:
     return after[0] == before[0] + 1 and after[1] == before[1] + 1
+
+
+def read_back_targets(copies: Sequence[Copy], limit: int = READ_BACK_LIMIT) -> list[Copy]:
+    """Return the last few bytes of copies to read back: of each region's last copy, and of others up to the limit."""
+    last_of_region = {copy.region: index for index, copy in enumerate(copies)}
+    chosen = set(last_of_region.values())
+    chosen.update(range(0, len(copies), max(1, len(copies) // max(1, limit - len(chosen)) + 1)))
+    return [_tail(copies[index]) for index in sorted(chosen)]
+
+
+def _tail(copy: Copy) -> Copy:
+    size = min(READ_BACK_BYTES, copy.num_bytes)
+    skip = copy.num_bytes - size
+    return Copy(copy.region, copy.local_offset + skip, copy.remote_offset + skip, size)
 
 
 def num_bytes(copies: Sequence[Copy]) -> int:

@@ -30,8 +30,9 @@ The loop of a lane leader (decode lanes own a DecodeSide, prefill lanes a Prefil
 
 and performs the actions in order: Send to the peer's control socket, ToRanks to every rank of the lane (each feeds its
 `rank.RankPort` and returns the reports), the others to the scheduler. `next_deadline()` is None when nothing is open:
-the leader may then block without a time-out. While `num_open` is above 0 the ranks must be polled: the transport
-makes progress only inside `RankPort.poll()`, on decode's side too.
+the leader may then block without a time-out. The transport makes progress only inside `RankPort.poll()`, on decode's
+side too: every rank calls it about each millisecond while `RankPort.is_watching` (set by ToRanks(Watch)), also between
+steps and while it waits for its leader; an idle rank need not.
 
 Ownership: from `begin` until Activate or FreeReservation a reservation is the session's; each begun request gets
 exactly one of the two. From `computed` until FreeSource the source is the session's; each `computed` gets exactly one.

@@ -30,10 +30,14 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A post has ended; `error` is empty when every byte was moved."""
+    """A post has ended and touches local memory no more; `error` is empty when every byte was moved.
+
+    `settled`: no byte of it is under way to the peer (it succeeded, or it was never posted).
+    """
 
     post: int
     error: str = ""
+    settled: bool = True
 
 
 class Transport(Protocol):

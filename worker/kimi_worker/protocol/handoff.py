@@ -31,6 +31,10 @@ class Hello(Struct, frozen=True, tag="hello"):
     epoch: int
     layout_hash: str
     ranks: list[bytes]
+    peer_epoch: int = 0
+    """In prefill's answer: the epoch it answers."""
+    oldest: int = 0
+    """Decode's lowest open number; everything below is closed and may be forgotten."""
 
 
 class Prefill(Struct, frozen=True, tag="prefill"):
@@ -147,27 +151,37 @@ class Write(Struct, frozen=True, tag="write"):
 
 
 class Fence(Struct, frozen=True, tag="fence"):
-    """Read back from every region that `Write` of this key wrote. Answered by Fenced."""
+    """Read back from every region that this write wrote. Answered by Fenced."""
 
-    key: TransferKey
+    write: Write
+
+
+class Watch(Struct, frozen=True, tag="watch"):
+    """From now on (or no longer) transfers may be open: poll the transport about every millisecond."""
+
+    active: bool
 
 
 class Revoke(Struct, frozen=True, tag="revoke"):
     """Make every descriptor that was ever given out worthless. Answered by Revoked with a new one."""
 
 
-RankCommand: TypeAlias = Connect | Disconnect | Write | Fence | Revoke
+RankCommand: TypeAlias = Connect | Disconnect | Write | Fence | Watch | Revoke
 
 
 # From a rank to its leader.
 
 
 class Wrote(Struct, frozen=True, tag="wrote"):
-    """All writes of the key have ended on this rank; `error` is empty when all bytes were written."""
+    """All writes of the key have ended on this rank; `error` is empty when all bytes were written.
+
+    `settled`: no byte of them is under way (they completed, or none was ever posted).
+    """
 
     rank: int
     key: TransferKey
     error: str
+    settled: bool
     digest: str
     num_bytes: int
 
