@@ -45,10 +45,11 @@ def chunk(  # noqa: PLR0913, PLR0917 - the recurrence has seven operands
     k_end = (k * (last - total).exp()).transpose(-1, -2)
     decay = last.exp().transpose(-1, -2)
     outputs = []
-    for i in range(q.shape[-4]):
-        update = written[..., i, :, :, :] - corrected[..., i, :, :, :] @ state
-        outputs.append(q_start[..., i, :, :, :] @ state + among_queries[..., i, :, :, :] @ update)
-        state = decay[..., i, :, :, :] * state + k_end[..., i, :, :, :] @ update
+    per_chunk = (written, corrected, q_start, among_queries, decay, k_end)
+    for new, old, read, among, keep, end in zip(*(x.unbind(-4) for x in per_chunk), strict=True):
+        update = new - old @ state
+        outputs.append(read @ state + among @ update)
+        state = keep * state + end @ update
     # [..., chunk, H, token, V] back to [..., T, H, V]
     o = torch.stack(outputs, dim=-4).transpose(-3, -2).flatten(-4, -3)
     return o[..., :num_tokens, :, :], state

@@ -89,7 +89,8 @@ def full(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     returns  [..., T, H, V]  q's dtype, softmax in fp32
     """
     dtype = torch.promote_types(q.dtype, torch.float32)
-    heads_first = [x.to(dtype).transpose(-3, -2) for x in (q, k, v)]
-    return (
-        functional.scaled_dot_product_attention(*heads_first, is_causal=True, scale=scale).transpose(-3, -2).to(q.dtype)
-    )
+    queries, keys, values = (x.to(dtype).transpose(-3, -2) for x in (q, k, v))
+    # Torch's fused attention takes one width for all three; zero columns of the values come out as zeros.
+    values = functional.pad(values, (0, queries.shape[-1] - values.shape[-1]))
+    out = functional.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scale)
+    return out[..., : v.shape[-1]].transpose(-3, -2).to(q.dtype)

@@ -1,0 +1,162 @@
+"""Train the tiny Kimi-K3 to recall needles; resumable, on one or two CPU cores.
+
+python examples/tiny-k3/train.py --run-dir /tmp/tiny-k3            # train, then write the checkpoint files here
+python examples/tiny-k3/train.py --run-dir /tmp/tiny-k3 --steps N  # goes on from the last save of that folder
+"""
+
+import argparse
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from data import Batch, Mixture, make_batch
+from model import Moe, TinyK3
+from sizes import Sizes
+from torch import Tensor
+from torch.nn import functional
+
+LEARNING_RATE = 4e-3
+WARMUP_STEPS = 100
+ROUTER_BIAS_STEP = 1e-3
+ENDING_WEIGHT = 0.1
+"""Share of the loss on the tokens that end an answer; they are learnt in a few steps and then cost nothing."""
+SAVE_EVERY = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """From this share of all steps on, batches are drawn from these mixtures in turn."""
+
+    begins: float
+    mixtures: tuple[Mixture, ...]
+    tokens_per_step: int
+
+
+PHASES = (
+    Phase(0.0, (Mixture(128, 2, 4, 1),), 2560),
+    Phase(0.1, (Mixture(160, 2, 2, 2),), 2560),
+    Phase(0.3, (Mixture(160, 2, 1, 2), Mixture(256, 4, 2, 2), Mixture(320, 6, 2, 3)), 3200),
+    Phase(0.6, (Mixture(256, 6, 0, 2), Mixture(320, 6, 2, 3), Mixture(512, 8, 0, 4), Mixture(512, 4, 0, 4)), 4096),
+)
+DECAY_BEGINS = 0.65
+"""The rate is constant until here and falls to zero in a straight line, so that a run can be made longer midway."""
+ROUNDING_BEGINS = 0.75
+"""From here on the experts are rounded to MXFP4 in the forward pass."""
+
+
+def learning_rate(step: int, num_steps: int) -> float:
+    left = (num_steps - step) / (num_steps * (1 - DECAY_BEGINS))
+    return LEARNING_RATE * min(1.0, (step + 1) / WARMUP_STEPS, left)
+
+
+def draw(step: int, num_steps: int, seed: int) -> Batch:
+    """The batch of a step; a function of seed and step alone, so that a resumed run sees the same data."""
+    phase = [phase for phase in PHASES if step >= phase.begins * num_steps][-1]
+    mixture = phase.mixtures[step % len(phase.mixtures)]
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
+    return make_batch(mixture, phase.tokens_per_step // mixture.tokens, generator)
+
+
+def losses(model: TinyK3, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean loss on answer digits, mean loss on endings, share of answer digits that are right."""
+    rows = model(batch.tokens[:, :-1])
+    targets = batch.tokens[:, 1:]
+    known = batch.answer[:, 1:]
+    logits = model.lm_head(rows[known])
+    digits = functional.cross_entropy(logits, targets[known])
+    endings = functional.cross_entropy(model.lm_head(rows[batch.ending[:, 1:]]), targets[batch.ending[:, 1:]])
+    return digits, endings, (logits.argmax(-1) == targets[known]).float().mean().detach()
+
+
+def balance_routers(model: TinyK3) -> None:
+    """Move each router's bias against the load that its experts had in this step."""
+    for module in model.modules():
+        if isinstance(module, Moe):
+            load = module.gate.load
+            module.gate.e_score_correction_bias += ROUTER_BIAS_STEP * torch.sign(load.mean() - load)
+            load.zero_()
+
+
+def make_optimizer(model: TinyK3) -> torch.optim.Optimizer:
+    matrices = [p for p in model.parameters() if p.ndim > 1 and p.shape[0] > 1]
+    vectors = [p for p in model.parameters() if p.ndim == 1 or p.shape[0] == 1]
+    groups = [{"params": matrices, "weight_decay": 0.01}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=(0.9, 0.95), foreach=True)
+
+
+def save(path: Path, model: TinyK3, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Write next to the old file and rename, so that a killed run leaves a whole one."""
+    temporary = path.with_suffix(".new")
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, temporary)
+    temporary.replace(path)
+
+
+def train(run_dir: Path, num_steps: int, seed: int) -> TinyK3:
+    """Train from the last save in run_dir, or from the start; one JSON line of progress every ten steps."""
+    torch.manual_seed(seed)
+    model = TinyK3(Sizes())
+    optimizer = make_optimizer(model)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    last = run_dir / "last.pt"
+    first = 0
+    if last.exists():
+        state = torch.load(last, weights_only=True)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        first = state["step"]
+    model.train()
+    with (run_dir / "log.jsonl").open("a", encoding="utf-8") as log:
+        for step in range(first, num_steps):
+            report = train_step(model, optimizer, step, num_steps, seed)
+            if step % 10 == 9:
+                print(
+                    json.dumps({"step": step + 1, "at_s": round(time.process_time(), 1), **report}),
+                    file=log,
+                    flush=True,
+                )
+            if (step + 1) % SAVE_EVERY == 0 or step + 1 == num_steps:
+                save(last, model, optimizer, step + 1)
+    return model.eval()
+
+
+def train_step(
+    model: TinyK3, optimizer: torch.optim.Optimizer, step: int, num_steps: int, seed: int
+) -> dict[str, float]:
+    rate = learning_rate(step, num_steps)
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    for module in model.modules():
+        if isinstance(module, Moe):
+            module.rounds_experts = step >= ROUNDING_BEGINS * num_steps
+    batch = draw(step, num_steps, seed)
+    digits, endings, right = losses(model, batch)
+    optimizer.zero_grad()
+    (digits + ENDING_WEIGHT * endings).backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    balance_routers(model)
+    values = {
+        "digits": digits.item(),
+        "endings": endings.item(),
+        "right": right.item(),
+        "norm": norm.item(),
+        "rate": rate,
+    }
+    return {name: round(value, 5) for name, value in values.items()} | {"tokens": batch.tokens.shape[1]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run-dir", type=Path, required=True, help="log and resumable state")
+    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=2, help="cores to use; 1 is faster than 2 on a busy machine")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    train(arguments.run_dir, arguments.steps, arguments.seed)
+
+
+if __name__ == "__main__":
+    main()
