@@ -59,6 +59,23 @@ _INT_OR_STRING = {
     "maxLength": 24,
 }
 
+
+def rule(cel: str, message: str = "", *, message_expression: str = "", field_path: str = "") -> dict[str, Any]:
+    """One CEL rule, as it stands in a CRD; `self` is the value, `oldSelf` its former one."""
+    parts = {"rule": cel, "message": message, "messageExpression": message_expression, "fieldPath": field_path}
+    return {key: value for key, value in parts.items() if value}
+
+
+def rules(*items: dict[str, Any]) -> dict[str, Any]:
+    """Extra JSON schema that carries CEL rules; pydantic itself does not look at them."""
+    return {"x-kubernetes-validations": list(items)}
+
+
+def immutable(what: str) -> dict[str, Any]:
+    """Extra JSON schema of a field that keeps its first value."""
+    return rules(rule("self == oldSelf", f"{what} cannot change; create a new KimiDeployment instead"))
+
+
 # Bytes: read from a quantity, held as an exact integer.
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=0, le=2**60), WithJsonSchema(_INT_OR_STRING)]
 # A quantity that is passed on as it was written (cpu: 500m, memory: 64Gi).

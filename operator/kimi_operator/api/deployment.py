@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from enum import StrEnum
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, StringConstraints
+from pydantic import ConfigDict, Field, StringConstraints, field_validator, model_validator
 
-from kimi_operator.api.base import API_VERSION, ApiModel
+from kimi_operator.api.base import API_VERSION, ApiModel, immutable, rule, rules
 from kimi_operator.api.meta import ObjectMeta
 from kimi_operator.api.pod import Name, Path, PodTemplate
 from kimi_operator.api.status import KimiDeploymentStatus
 
-NodesPerGroup = Annotated[int, Field(ge=1, le=64)]
 MAX_GROUPS = 64
+
+
+MAX_NAME_LENGTH = 40
+"""Labels hold 63: `-prefill-<group>` and the StatefulSet controller's `-<10 characters>` come after the name."""
+NAME_PATTERN = r"^[a-z]([-a-z0-9]*[a-z0-9])?$"
+ONE_SOURCE = "exactly one of hostPath, persistentVolumeClaim and image"
 
 
 class Role(StrEnum):
@@ -26,23 +32,30 @@ class Role(StrEnum):
 class Transport(StrEnum):
     """Library that moves pages and state from prefill to decode."""
 
+    MORIIO = "MoRIIO"
+    NIXL = "NIXL"
+
+
+class TransportChoice(StrEnum):
+    """A transport, or the hardware profile's."""
+
     AUTO = "Auto"
     MORIIO = "MoRIIO"
     NIXL = "NIXL"
 
 
 class ExpertPrecision(StrEnum):
-    """How routed experts lie in memory."""
+    """How routed experts lie in memory, or as the hardware profile says."""
 
     AUTO = "Auto"
     MXFP4 = "MXFP4"
+    DENSE = "Dense"
 
 
 class KvPrecision(StrEnum):
-    """How cached MLA rows lie in memory."""
+    """How cached MLA rows lie in memory, or as the hardware profile says."""
 
     AUTO = "Auto"
-    FP8 = "FP8"
     BF16 = "BF16"
     FP32 = "FP32"
 
@@ -71,9 +84,25 @@ class ImageVolume(ApiModel):
 class Checkpoint(ApiModel):
     """Where the weights are: exactly one of the sources. Mounted read-only."""
 
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            rule(
+                "[has(self.hostPath), has(self.persistentVolumeClaim), has(self.image)].filter(x, x).size() == 1",
+                ONE_SOURCE,
+            )
+        )
+    )
+
     host_path: HostPath | None = Field(default=None, description="A directory on each node.")
     persistent_volume_claim: PersistentVolumeClaim | None = Field(default=None, description="A volume claim.")
     image: ImageVolume | None = Field(default=None, description="An OCI image volume (Kubernetes 1.33 or later).")
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        sources = (self.host_path, self.persistent_volume_claim, self.image)
+        if sum(source is not None for source in sources) != 1:
+            raise ValueError(ONE_SOURCE)
+        return self
 
 
 class ModelSpec(ApiModel):
@@ -85,10 +114,13 @@ class ModelSpec(ApiModel):
         max_length=63,
         pattern=r"^[a-z0-9][a-z0-9.-]*$",
         description="Name of a built-in architecture: kimi-k3 or kimi-k3-tiny. Cannot change.",
+        json_schema_extra=immutable("model.architecture"),
     )
     checkpoint: Checkpoint = Field(description="Where the weights are: exactly one source.")
     served_name: Annotated[str, StringConstraints(min_length=1, max_length=128)] = Field(
-        default="kimi-k3", description="Name of the model in the OpenAI API. Cannot change."
+        default="kimi-k3",
+        description="Name of the model in the OpenAI API. Cannot change.",
+        json_schema_extra=immutable("model.servedName"),
     )
     max_model_len: int | None = Field(
         default=None,
@@ -123,11 +155,38 @@ class PrecisionSpec(ApiModel):
 class RoleSpec(ApiModel):
     """One role: how many groups, and the shape of each. A group is one expert-parallel set of ranks."""
 
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            rule(
+                "self.gpusPerNode % self.tensorParallel == 0",
+                message_expression="'tensorParallel ' + string(self.tensorParallel) + ' does not divide gpusPerNode '"
+                " + string(self.gpusPerNode) + '; a lane never crosses a node'",
+                field_path=".tensorParallel",
+            )
+        )
+    )
+
     groups: int = Field(default=1, ge=1, le=MAX_GROUPS, description="Number of groups.")
-    nodes_per_group: int = Field(default=2, ge=1, le=64, description="Nodes of a group, one pod each. Cannot change.")
-    gpus_per_node: int = Field(default=8, ge=1, le=64, description="GPUs of each pod, one rank each. Cannot change.")
+    nodes_per_group: int = Field(
+        default=2,
+        ge=1,
+        le=64,
+        description="Nodes of a group, one pod each. Cannot change.",
+        json_schema_extra=immutable("nodesPerGroup"),
+    )
+    gpus_per_node: int = Field(
+        default=8,
+        ge=1,
+        le=64,
+        description="GPUs of each pod, one rank each. Cannot change.",
+        json_schema_extra=immutable("gpusPerNode"),
+    )
     tensor_parallel: int = Field(
-        default=2, ge=1, le=64, description="Ranks that share one lane's attention; divides gpusPerNode. Cannot change."
+        default=2,
+        ge=1,
+        le=64,
+        description="Ranks that share one lane's attention; divides gpusPerNode. Cannot change.",
+        json_schema_extra=immutable("tensorParallel"),
     )
     max_num_seqs: int | None = Field(
         default=None, ge=1, le=4096, description="Running requests a lane; the plan's choice when absent."
@@ -138,7 +197,7 @@ class RoleSpec(ApiModel):
 class HandoffSpec(ApiModel):
     """How pages and state move from prefill to decode."""
 
-    transport: Transport = Field(default=Transport.AUTO, description="Auto takes the hardware profile's.")
+    transport: TransportChoice = Field(default=TransportChoice.AUTO, description="Auto takes the hardware profile's.")
 
 
 class RouterSpec(ApiModel):
@@ -156,6 +215,18 @@ class RolloutSpec(ApiModel):
 
 class KimiDeploymentSpec(ApiModel):
     """A disaggregated Kimi service: prefill groups, decode groups and a router."""
+
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            rule(
+                "self.prefill.tensorParallel == self.decode.tensorParallel",
+                message_expression="'prefill.tensorParallel ' + string(self.prefill.tensorParallel) + "
+                "' and decode.tensorParallel ' + string(self.decode.tensorParallel) + ' must be equal: "
+                "a prefill rank writes straight into the memory of its decode peer'",
+                field_path=".decode.tensorParallel",
+            )
+        )
+    )
 
     model: ModelSpec = Field(description="Which model is served.")
     hardware: HardwareSpec = Field(default_factory=HardwareSpec, description="What the pods run on.")
@@ -186,3 +257,13 @@ class KimiDeployment(ApiModel):
     metadata: ObjectMeta
     spec: KimiDeploymentSpec = Field(description="What is asked for.")
     status: KimiDeploymentStatus | None = Field(default=None, description="What the operator last saw.")
+
+    @field_validator("metadata")
+    @classmethod
+    def _name_leaves_room(cls, metadata: ObjectMeta) -> ObjectMeta:
+        if len(metadata.name) > MAX_NAME_LENGTH or not re.fullmatch(NAME_PATTERN, metadata.name):
+            raise ValueError(
+                f"a name of at most {MAX_NAME_LENGTH} lower-case letters, digits and hyphens that starts with a letter "
+                f"(pods and their labels add up to 22 characters), not {metadata.name!r}"
+            )
+        return metadata

@@ -5,9 +5,9 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated
 
-from pydantic import Field, StringConstraints
+from pydantic import ConfigDict, Field, StringConstraints
 
-from kimi_operator.api.base import ApiModel, FreeForm, Quantity
+from kimi_operator.api.base import ApiModel, FreeForm, Quantity, rule, rules
 
 Name = Annotated[str, StringConstraints(min_length=1, max_length=253)]
 LabelValue = Annotated[str, StringConstraints(max_length=253)]
@@ -17,6 +17,12 @@ Source = Annotated[str, StringConstraints(min_length=1, max_length=512)]
 
 class EnvVar(ApiModel):
     """One environment variable of a container."""
+
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            rule("!(has(self.value) && has(self.valueFrom))", "value and valueFrom exclude each other")
+        )
+    )
 
     name: str = Field(
         min_length=1, max_length=253, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", description="Name of the variable."

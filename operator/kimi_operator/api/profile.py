@@ -29,8 +29,6 @@ class DType(StrEnum):
 
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
-    FLOAT8_E4M3FNUZ = "float8_e4m3fnuz"
-    FLOAT8_E4M3FN = "float8_e4m3fn"
 
 
 class Collectives(StrEnum):
@@ -45,8 +43,6 @@ class ExpertLayout(StrEnum):
 
     MXFP4 = "MXFP4"
     """As in the checkpoint: 4.25 bits a weight."""
-    INT4 = "INT4"
-    """Requantised with a bf16 scale a group of 32: 4.5 bits a weight."""
     DENSE = "Dense"
     """Decoded to the activation type at load."""
 
@@ -103,8 +99,8 @@ class FabricSpec(ApiModel):
     transport: Transport = Field(
         default=Transport.NIXL, description="Library of the handoff when spec.handoff.transport is Auto."
     )
-    fence: Literal["none", "readback"] = Field(
-        default="none", description="readback where a completed write may not yet be visible remotely (RoCE)."
+    fence: Literal["none", "read_back"] = Field(
+        default="none", description="read_back where a completed write may not yet be visible remotely (RoCE)."
     )
     nics_per_node: int | None = Field(default=None, ge=1, le=64, description="Network cards of a node for RDMA.")
     nic_bytes_per_second: int | None = Field(default=None, ge=1, description="Peak bandwidth of a card, each way.")

@@ -4,25 +4,28 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kimi_operator.api.deployment import KimiDeploymentSpec, Role, Transport
-from kimi_operator.api.profile import DType, ExpertLayout, HardwareProfile
+from kimi_operator.api.deployment import (
+    ExpertPrecision,
+    KimiDeploymentSpec,
+    KvPrecision,
+    Role,
+    Transport,
+    TransportChoice,
+)
+from kimi_operator.api.profile import Device, DType, ExpertLayout, HardwareProfile, HardwareProfileSpec
 from kimi_operator.errors import Problem
 from kimi_operator.planner.architecture import Architecture
+from kimi_operator.planner.layout import check_layout
+from kimi_operator.planner.memory import MemoryLine
+from kimi_operator.planner.pools import Room, Settings, cut_pools, pool_lines
+from kimi_operator.planner.tensors import tensor_table
 
-
-@dataclass(frozen=True, slots=True)
-class MemoryLine:
-    """One line of a GPU's memory."""
-
-    label: str
-    bytes: int
-    how: str
-    """Arithmetic or source, in words."""
+KV_DTYPES = {KvPrecision.BF16: DType.BFLOAT16, KvPrecision.FP32: DType.FLOAT32}
 
 
 @dataclass(frozen=True, slots=True)
 class RolePlan:
-    """Limits and pools of one role. A lane's pools lie whole (pages) or by heads (slots) on each of its ranks."""
+    """Limits and pools of one role. A lane's pages lie whole on each of its ranks, its slots by heads."""
 
     role: Role
     ranks: int
@@ -52,7 +55,6 @@ class Plan:
     kv_cache_dtype: DType
     experts: ExpertLayout
     transport: Transport
-    """MORIIO or NIXL, never AUTO."""
     gpus: int
     """GPUs of all groups of both roles."""
     prefill: RolePlan
@@ -75,4 +77,85 @@ class Infeasible:
 
 def make_plan(architecture: Architecture, spec: KimiDeploymentSpec, profile: HardwareProfile) -> Plan | Infeasible:
     """Plan both roles. Pure; never raises for what a user can write in a valid spec and profile."""
-    raise NotImplementedError
+    settings, problems = _settings(architecture, spec, profile.spec)
+    problems += check_layout(architecture, spec, profile.spec)
+    if problems:
+        return Infeasible(problems)
+    rooms = [cut_pools(settings, role) for role in Role]
+    problems = tuple(room for room in rooms if isinstance(room, Problem))
+    if problems:
+        return Infeasible(problems)
+    return _plan(settings, profile.metadata.name, [room for room in rooms if isinstance(room, Room)])
+
+
+def _settings(
+    a: Architecture, spec: KimiDeploymentSpec, profile: HardwareProfileSpec
+) -> tuple[Settings, tuple[Problem, ...]]:
+    runtime, problems = profile.runtime, []
+    experts, wanted = runtime.experts, spec.precision.experts
+    if wanted is not ExpertPrecision.AUTO and wanted.value != experts.value:
+        problems.append(
+            Problem(
+                "spec.precision.experts",
+                wanted.value,
+                f"Auto or {experts.value}: what the worker does on this hardware (profile's runtime.experts)",
+                "set Auto, or choose a profile that holds experts so",
+            )
+        )
+    choice = spec.handoff.transport
+    transport = profile.fabric.transport if choice is TransportChoice.AUTO else Transport(choice.value)
+    if transport is Transport.MORIIO and runtime.device is Device.CPU:
+        problems.append(
+            Problem(
+                "spec.handoff.transport", "MoRIIO", "NIXL on a profile whose runtime.device is cpu", "set NIXL or Auto"
+            )
+        )
+    kv_dtype = KV_DTYPES.get(spec.precision.kv_cache, runtime.kv_cache_dtype)
+    return Settings(a, tensor_table(a), spec, profile, kv_dtype, experts, transport), tuple(problems)
+
+
+def _plan(s: Settings, profile_name: str, rooms: list[Room]) -> Plan:
+    limits, a = s.profile.limits, s.architecture
+    shared = min(room.num_pages for room in rooms) * limits.page_size_tokens
+    max_model_len = s.spec.model.max_model_len or min(shared, a.max_positions)
+    plans = {room.role: _role_plan(s, room, max_model_len) for room in rooms}
+    gpus = sum(s.spec.role(room.role).groups * room.shape.ranks for room in rooms)
+    return Plan(
+        architecture=a.name,
+        profile=profile_name,
+        kv_cache_dtype=s.kv_dtype,
+        experts=s.experts,
+        transport=s.transport,
+        gpus=gpus,
+        prefill=plans[Role.PREFILL],
+        decode=plans[Role.DECODE],
+    )
+
+
+def _role_plan(s: Settings, room: Room, max_model_len: int) -> RolePlan:
+    limits, a = s.profile.limits, s.architecture
+    budget = limits.prefill_batched_tokens if room.role is Role.PREFILL else limits.decode_batched_tokens
+    context = room.num_pages * limits.page_size_tokens // room.max_num_seqs
+    return RolePlan(
+        role=room.role,
+        ranks=room.shape.ranks,
+        lanes=room.shape.lanes,
+        experts_per_rank=a.num_experts // room.shape.ranks,
+        max_num_seqs=room.max_num_seqs,
+        max_num_batched_tokens=max(budget, room.max_num_seqs),
+        max_model_len=max_model_len,
+        num_pages=room.num_pages,
+        page_size_tokens=limits.page_size_tokens,
+        page_bytes=room.page_bytes,
+        num_state_slots=room.num_state_slots,
+        slot_bytes=room.slot_bytes,
+        lines=room.lines + pool_lines(s, room),
+        binds=_binds(room, context, max_model_len),
+    )
+
+
+def _binds(room: Room, context: int, max_model_len: int) -> str:
+    seqs = f"maxNumSeqs ({room.max_num_seqs} a lane, {room.max_num_seqs * room.shape.lanes} a group)"
+    if context >= max_model_len:
+        return f"{seqs} binds at every context"
+    return f"{seqs} binds up to {context:,} tokens a request, KV pages above"

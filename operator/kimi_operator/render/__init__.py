@@ -2,74 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
-
-from kimi_operator.api.deployment import KimiDeploymentSpec, Role
-from kimi_operator.api.profile import HardwareProfile
-from kimi_operator.planner.plan import Plan
+from kimi_operator.api.deployment import Role
+from kimi_operator.render.config_maps import render_worker_config_map
+from kimi_operator.render.inputs import GroupStamp, Manifest, RenderConfig, Rendered, RenderInputs
 from kimi_operator.render.names import GroupKey, Owner
+from kimi_operator.render.revision import combined_revision
+from kimi_operator.render.router import render_router
+from kimi_operator.render.services import render_headless_service
+from kimi_operator.render.worker import render_stateful_set, role_revision
 
-
-@dataclass(frozen=True, slots=True)
-class RenderConfig:
-    """What the operator's own settings (chart values) add to every deployment."""
-
-    worker_image: str
-    """Image of workers and router when a template names none."""
-    image_pull_policy: str = "IfNotPresent"
-    image_pull_secrets: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class GroupStamp:
-    """What a group carries from one restart to the next."""
-
-    generation: int = 1
-    restarted_at: str | None = None
-    """RFC 3339; written as an annotation of the StatefulSet (not of its pods) when not None."""
-
-
-@dataclass(frozen=True, slots=True)
-class Manifest:
-    """One object to apply, with its identity at hand."""
-
-    api_version: str
-    kind: str
-    namespace: str
-    name: str
-    body: Mapping[str, Any]
-
-    @property
-    def key(self) -> tuple[str, str]:
-        """(kind, name): unique within a deployment's namespace."""
-        return (self.kind, self.name)
-
-
-@dataclass(frozen=True, slots=True)
-class Rendered:
-    """All children in the order to apply them, and the revisions that they carry."""
-
-    manifests: tuple[Manifest, ...]
-    revisions: Mapping[Role, str] = field(default_factory=dict)
-    """Revision of each role: `v1-` and eight hex digits."""
-    router_revision: str = ""
-    revision: str = ""
-    """Revision of the whole deployment, over both roles and the router."""
-
-
-@dataclass(frozen=True, slots=True)
-class RenderInputs:
-    """Everything that the children follow from."""
-
-    owner: Owner
-    spec: KimiDeploymentSpec
-    plan: Plan
-    profile: HardwareProfile
-    config: RenderConfig
-    group_stamps: Mapping[GroupKey, GroupStamp] = field(default_factory=dict)
-    """Groups without a stamp start at generation 1."""
+__all__ = ["GroupKey", "GroupStamp", "Manifest", "Owner", "RenderConfig", "RenderInputs", "Rendered", "render"]
 
 
 def render(inputs: RenderInputs) -> Rendered:
@@ -77,7 +19,18 @@ def render(inputs: RenderInputs) -> Rendered:
 
     A suspended deployment renders the same objects with 0 replicas.
     """
-    raise NotImplementedError
-
-
-__all__ = ["GroupKey", "GroupStamp", "Manifest", "Owner", "RenderConfig", "RenderInputs", "Rendered", "render"]
+    revisions = {role: role_revision(inputs, role) for role in Role}
+    services = [render_headless_service(inputs, role) for role in Role]
+    config_maps = {role: render_worker_config_map(inputs, role, revisions[role]) for role in Role}
+    groups = [
+        render_stateful_set(inputs, GroupKey(role, group), revisions[role], config_maps[role].name)
+        for role in Role
+        for group in range(inputs.spec.role(role).groups)
+    ]
+    router_revision, router = render_router(inputs)
+    return Rendered(
+        manifests=(*services, *config_maps.values(), *groups, *router),
+        revisions=revisions,
+        router_revision=router_revision,
+        revision=combined_revision(*revisions.values(), router_revision),
+    )

@@ -1,0 +1,97 @@
+"""`kimictl plan`: what a deployment would run with, and the arithmetic behind it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
+
+from kimi_operator.api.deployment import Role
+from kimi_operator.cli.manifests import read_and_plan
+from kimi_operator.planner import Infeasible, Plan, RolePlan
+from kimi_operator.planner.units import bytes_text
+
+Output = Literal["text", "json"]
+LABEL_WIDTH = 28
+
+
+def plan(
+    *,
+    file: Annotated[list[Path], Parameter(name=["--file", "-f"])],
+    output: Annotated[Output, Parameter(name=["--output", "-o"])] = "text",
+) -> int:
+    """Plan a KimiDeployment without a cluster.
+
+    Parameters
+    ----------
+    file
+        YAML with one KimiDeployment, and your own HardwareProfiles if any; `-` is standard input. Can be repeated.
+    output
+        text or json.
+    """
+    result = read_and_plan(file).plan
+    if isinstance(result, Infeasible):
+        sys.stdout.write(_json_of(result) if output == "json" else _refusal(result))
+        return 1
+    sys.stdout.write(_json_of(result) if output == "json" else "\n".join(_text(result)) + "\n")
+    return 0
+
+
+def _json_of(result: Plan | Infeasible) -> str:
+    document = {"feasible": isinstance(result, Plan), **dataclasses.asdict(result)}
+    return (
+        json.dumps(document, indent=2, default=lambda value: value.value if isinstance(value, Enum) else str(value))
+        + "\n"
+    )
+
+
+def _refusal(result: Infeasible) -> str:
+    lines = ["does not fit:"]
+    for problem in result.problems:
+        lines += [
+            f"  {problem.field}",
+            f"    got       {problem.got}",
+            f"    expected  {problem.expected}",
+            f"    remedy    {problem.remedy}",
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _text(plan: Plan) -> Iterator[str]:
+    yield f"{plan.architecture} on {plan.profile}: {plan.gpus} GPUs, KV rows {plan.kv_cache_dtype}, " + (
+        f"experts {plan.experts}, handoff {plan.transport}"
+    )
+    for role in Role:
+        yield ""
+        yield from _role_text(plan.role(role))
+
+
+def _role_text(role: RolePlan) -> Iterator[str]:
+    yield (
+        f"{role.role}: a group is {role.ranks} ranks (EP{role.ranks}), {role.lanes} lanes, "
+        f"{role.experts_per_rank} experts a rank"
+    )
+    pool_tokens = role.num_pages * role.page_size_tokens
+    limits = {
+        "maxNumSeqs a lane": f"{role.max_num_seqs:,}",
+        "maxNumBatchedTokens": f"{role.max_num_batched_tokens:,}",
+        "maxModelLen": f"{role.max_model_len:,} tokens",
+        "KV pages a lane": f"{role.num_pages:,} x {role.page_size_tokens} tokens = {pool_tokens:,}",
+        "state slots a lane": f"{role.num_state_slots:,}",
+        "binds": role.binds,
+    }
+    yield from (f"  {label:<{LABEL_WIDTH}} {value}" for label, value in limits.items())
+    yield f"  {'memory of a GPU':<{LABEL_WIDTH}} {'bytes':>18}"
+    total = sum(line.bytes for line in role.lines)
+    yield from (_line_text(line.label, line.bytes, line.how) for line in role.lines)
+    yield _line_text("total", total, "")
+
+
+def _line_text(label: str, amount: int, how: str) -> str:
+    return f"    {label:<{LABEL_WIDTH - 2}} {amount:>18,} {bytes_text(amount):>11}  {how}".rstrip()

@@ -1,0 +1,134 @@
+"""Which layouts divide a model evenly, and which one near a given layout fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from kimi_operator.api.deployment import KimiDeploymentSpec, Role, RoleSpec
+from kimi_operator.api.profile import HardwareProfileSpec
+from kimi_operator.errors import Problem
+from kimi_operator.planner.architecture import Architecture
+from kimi_operator.planner.memory import GroupShape
+
+MAX_NODES = 64
+
+
+def check_layout(a: Architecture, spec: KimiDeploymentSpec, profile: HardwareProfileSpec) -> tuple[Problem, ...]:
+    """Everything about numbers that do not divide or that exceed a bound."""
+    problems = [problem for role in Role for problem in _check_role(a, role, spec.role(role), profile)]
+    problems += _check_roles_agree(spec)
+    length = spec.model.max_model_len
+    if length is not None and length > a.max_positions:
+        problems.append(
+            Problem(
+                "spec.model.maxModelLen",
+                f"{length:,}",
+                f"at most {a.max_positions:,}, which {a.name} was made for",
+                f"lower it to {a.max_positions:,} or less",
+            )
+        )
+    return tuple(problems)
+
+
+def sizes_split_by_lane(a: Architecture) -> dict[str, int]:
+    """What tensorParallel must divide."""
+    return {
+        "attention heads": a.num_heads,
+        "KDA heads": a.kda_heads,
+        "vocabulary rows": a.vocab,
+        "dense MLP columns": a.dense_width,
+        "shared expert columns": a.shared_width,
+    }
+
+
+def divides(a: Architecture, shape: GroupShape) -> bool:
+    """Whether a layout splits every tensor evenly."""
+    return (
+        shape.gpus_per_node % shape.tensor_parallel == 0
+        and a.num_experts % shape.ranks == 0
+        and all(size % shape.tensor_parallel == 0 for size in sizes_split_by_lane(a).values())
+    )
+
+
+def nearest_layout(
+    a: Architecture, shape: GroupShape, gpus_per_node: int, fits: Callable[[GroupShape], bool]
+) -> GroupShape | None:
+    """The layout that fits and changes least, nodes before tensorParallel. None when nothing fits."""
+    candidates = (other for other in _layouts(a, gpus_per_node) if other != shape and fits(other))
+    return min(candidates, key=lambda other: _distance(shape, other), default=None)
+
+
+def _layouts(a: Architecture, gpus_per_node: int) -> Iterator[GroupShape]:
+    for nodes in range(1, MAX_NODES + 1):
+        for tensor_parallel in range(1, gpus_per_node + 1):
+            shape = GroupShape(nodes, gpus_per_node, tensor_parallel)
+            if divides(a, shape):
+                yield shape
+
+
+def _distance(wanted: GroupShape, other: GroupShape) -> tuple[int, int, int]:
+    return (
+        abs(other.nodes - wanted.nodes),
+        abs(other.gpus_per_node - wanted.gpus_per_node),
+        abs(other.tensor_parallel - wanted.tensor_parallel),
+    )
+
+
+def _check_role(a: Architecture, role: Role, spec: RoleSpec, profile: HardwareProfileSpec) -> Iterator[Problem]:
+    path, tp = f"spec.{role}", spec.tensor_parallel
+    if spec.gpus_per_node > profile.gpu.per_node:
+        yield Problem(
+            f"{path}.gpusPerNode",
+            str(spec.gpus_per_node),
+            f"at most {profile.gpu.per_node}, the GPUs of a node (profile's gpu.perNode)",
+            f"lower it to {profile.gpu.per_node}",
+        )
+    if spec.gpus_per_node % tp:
+        yield Problem(
+            f"{path}.tensorParallel",
+            str(tp),
+            f"a divisor of gpusPerNode {spec.gpus_per_node}: a lane never crosses a node",
+            f"set it to one of {_divisors(spec.gpus_per_node)}",
+        )
+    for what, size in sizes_split_by_lane(a).items():
+        if size % tp:
+            allowed = [
+                d for d in _divisors(spec.gpus_per_node) if all(n % d == 0 for n in sizes_split_by_lane(a).values())
+            ]
+            yield Problem(
+                f"{path}.tensorParallel",
+                str(tp),
+                f"a divisor of the {size:,} {what} of {a.name}",
+                f"set it to one of {allowed}",
+            )
+    ranks = spec.nodes_per_group * spec.gpus_per_node
+    if a.num_experts % ranks:
+        allowed = [n for n in range(1, MAX_NODES + 1) if a.num_experts % (n * spec.gpus_per_node) == 0]
+        yield Problem(
+            f"{path}.nodesPerGroup",
+            f"{spec.nodes_per_group} (x gpusPerNode {spec.gpus_per_node} = {ranks} ranks)",
+            f"ranks that divide the {a.num_experts} experts of {a.name}",
+            f"set it to one of {allowed}" if allowed else "change gpusPerNode",
+        )
+    cap = profile.limits.max_num_seqs
+    if spec.max_num_seqs is not None and spec.max_num_seqs > cap:
+        yield Problem(
+            f"{path}.maxNumSeqs",
+            str(spec.max_num_seqs),
+            f"at most {cap} (profile's limits.maxNumSeqs)",
+            f"lower it to {cap}, or raise the profile's limit",
+        )
+
+
+def _check_roles_agree(spec: KimiDeploymentSpec) -> Iterator[Problem]:
+    if spec.prefill.tensor_parallel != spec.decode.tensor_parallel:
+        yield Problem(
+            "spec.decode.tensorParallel",
+            str(spec.decode.tensor_parallel),
+            f"{spec.prefill.tensor_parallel}, as in spec.prefill: a rank writes straight into its peer's memory",
+            "set both to the same value",
+        )
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]

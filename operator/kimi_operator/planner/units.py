@@ -1,0 +1,13 @@
+"""Bytes for people."""
+
+from __future__ import annotations
+
+_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+
+
+def bytes_text(amount: int) -> str:
+    """Bytes with one decimal in the largest binary unit that keeps a whole number before the point."""
+    for unit, factor in _UNITS:
+        if abs(amount) >= factor:
+            return f"{amount / factor:,.1f} {unit}"
+    return f"{amount:,} B"

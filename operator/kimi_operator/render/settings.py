@@ -1,0 +1,104 @@
+"""The settings files of worker and router: exactly the keys that they accept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kimi_operator.api.deployment import KimiDeploymentSpec, Role
+from kimi_operator.api.profile import HardwareProfileSpec
+from kimi_operator.planner.plan import Plan
+from kimi_operator.render.inputs import RenderInputs
+from kimi_operator.render.names import (
+    API_PORT,
+    COORDINATOR_PORT,
+    HANDOFF_PORT,
+    RENDEZVOUS_PORT,
+    headless_name,
+)
+
+CHECKPOINT_PATH = "/models/checkpoint"
+POLL_INTERVAL_S = 0.5
+RETRIES = 3
+
+
+def to_worker_settings(inputs: RenderInputs, role: Role, revision: str) -> dict[str, Any]:
+    """Content of worker.json."""
+    spec, plan, profile = inputs.spec, inputs.plan, inputs.profile.spec
+    return {
+        "deployment": inputs.owner.name,
+        "role": role.value,
+        "revision": revision,
+        "model": {
+            "checkpoint": CHECKPOINT_PATH,
+            "served_name": spec.model.served_name,
+            "max_model_len": plan.role(role).max_model_len,
+        },
+        "parallel": _parallel(spec, role),
+        "runtime": _runtime(plan, profile),
+        "limits": _limits(plan, profile, role),
+        "handoff": {
+            "transport": plan.transport.value.lower(),
+            "reservation_timeout_s": float(profile.timeouts.reservation_seconds),
+            "fence": profile.fabric.fence,
+        },
+        "ports": {
+            "api": API_PORT,
+            "rendezvous": RENDEZVOUS_PORT,
+            "coordinator": COORDINATOR_PORT,
+            "handoff": HANDOFF_PORT,
+        },
+        "timeouts": {
+            "group_start_s": float(profile.pod.startup_budget_seconds),
+            "collective_s": float(profile.timeouts.collective_seconds),
+            "drain_s": float(profile.timeouts.drain_seconds),
+        },
+        "service": {"headless": headless_name(inputs.owner.name, role), "namespace": inputs.owner.namespace},
+        # For tests of the worker alone; a deployment cannot set them.
+        "faults": {"notify_before_writes_land": False, "keep_recycled_state": False},
+    }
+
+
+def to_router_settings(inputs: RenderInputs) -> dict[str, Any]:
+    """Content of router.json."""
+    owner = inputs.owner
+    return {
+        "deployment": owner.name,
+        "served_name": inputs.spec.model.served_name,
+        "port": API_PORT,
+        "prefill_service": f"{headless_name(owner.name, Role.PREFILL)}.{owner.namespace}.svc",
+        "decode_service": f"{headless_name(owner.name, Role.DECODE)}.{owner.namespace}.svc",
+        "worker_port": API_PORT,
+        "poll_interval_s": POLL_INTERVAL_S,
+        "retries": RETRIES,
+    }
+
+
+def _parallel(spec: KimiDeploymentSpec, role: Role) -> dict[str, int]:
+    role_spec = spec.role(role)
+    return {
+        "nodes_per_group": role_spec.nodes_per_group,
+        "ranks_per_node": role_spec.gpus_per_node,
+        "tensor_parallel": role_spec.tensor_parallel,
+    }
+
+
+def _runtime(plan: Plan, profile: HardwareProfileSpec) -> dict[str, Any]:
+    return {
+        "device": profile.runtime.device.value,
+        "dtype": profile.runtime.dtype.value,
+        "kv_cache_dtype": plan.kv_cache_dtype.value,
+        "collectives": profile.runtime.collectives.value,
+        "threads_per_rank": profile.runtime.threads_per_rank,
+    }
+
+
+def _limits(plan: Plan, profile: HardwareProfileSpec, role: Role) -> dict[str, int]:
+    role_plan = plan.role(role)
+    return {
+        "max_num_seqs": role_plan.max_num_seqs,
+        "max_queued": profile.limits.max_queued,
+        "max_num_batched_tokens": role_plan.max_num_batched_tokens,
+        "num_pages": role_plan.num_pages,
+        "page_size_tokens": role_plan.page_size_tokens,
+        "num_state_slots": role_plan.num_state_slots,
+    }
