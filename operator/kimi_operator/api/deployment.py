@@ -44,14 +44,6 @@ class TransportChoice(StrEnum):
     NIXL = "NIXL"
 
 
-class ExpertPrecision(StrEnum):
-    """How routed experts lie in memory, or as the hardware profile says."""
-
-    AUTO = "Auto"
-    MXFP4 = "MXFP4"
-    DENSE = "Dense"
-
-
 class KvPrecision(StrEnum):
     """How cached MLA rows lie in memory, or as the hardware profile says."""
 
@@ -144,9 +136,6 @@ class HardwareSpec(ApiModel):
 class PrecisionSpec(ApiModel):
     """How numbers lie in memory. Both roles always use the same."""
 
-    experts: ExpertPrecision = Field(
-        default=ExpertPrecision.AUTO, description="Routed experts; Auto keeps what the hardware profile names."
-    )
     kv_cache: KvPrecision = Field(
         default=KvPrecision.AUTO, description="Cached MLA rows; Auto takes the hardware profile's type."
     )

@@ -38,15 +38,6 @@ class Collectives(StrEnum):
     GLOO = "gloo"
 
 
-class ExpertLayout(StrEnum):
-    """How a rank holds the routed experts once loaded."""
-
-    MXFP4 = "MXFP4"
-    """As in the checkpoint: 4.25 bits a weight."""
-    DENSE = "Dense"
-    """Decoded to the activation type at load."""
-
-
 class HostPathType(StrEnum):
     """What must lie at a host path, as in a Pod."""
 
@@ -86,9 +77,6 @@ class RuntimeSpec(ApiModel):
     device: Device = Field(description="cuda or cpu.")
     dtype: DType = Field(description="Type of activations and of weights that are not routed experts.")
     kv_cache_dtype: DType = Field(description="Type of cached MLA rows when spec.precision.kvCache is Auto.")
-    experts: ExpertLayout = Field(
-        default=ExpertLayout.MXFP4, description="How routed experts lie in memory when spec.precision.experts is Auto."
-    )
     collectives: Collectives = Field(description="nccl or gloo.")
     threads_per_rank: int = Field(default=1, ge=1, le=256, description="CPU threads of a rank.")
 

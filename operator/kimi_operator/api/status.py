@@ -122,6 +122,9 @@ class PlanStatus(StatusModel):
     profile: ShortText = Field(description="Hardware profile that was used.")
     profile_version: ShortText = Field(default="", description="Hash over the profile's content.")
     gpus: Count = Field(description="GPUs of all groups together.")
+    kv_cache_dtype: ShortText = Field(description="Type of cached MLA rows.")
+    experts: ShortText = Field(description="How routed experts lie in memory.")
+    transport: ShortText = Field(description="Library of the handoff.")
     prefill: RolePlanStatus = Field(description="Plan of the prefill role.")
     decode: RolePlanStatus = Field(description="Plan of the decode role.")
 

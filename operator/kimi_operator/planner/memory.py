@@ -4,30 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 
 from kimi_operator.api.profile import DType, HardwareProfileSpec
 from kimi_operator.planner.architecture import Architecture
-from kimi_operator.planner.tensors import Placement, Stored, Tensor, a_log_rows
+from kimi_operator.planner.tensors import Placement, Tensor
 
 ITEMSIZE = {DType.FLOAT32: 4, DType.BFLOAT16: 2}
 STATE_ITEMSIZE = 4
 """The KDA state is float32 everywhere."""
-FP8_ITEMSIZE = 1
 
 
-class ExpertFormat(Enum):
-    """How a rank holds routed experts: bits a weight, and bits of the scale that a group shares."""
+class ExpertFormat(StrEnum):
+    """How a rank holds routed experts."""
 
-    MXFP4 = (4, 8)
-    INT4 = (4, 16)
-    FLOAT32 = (32, 0)
-    BFLOAT16 = (16, 0)
+    MXFP4 = "MXFP4"
+    """As in the checkpoint."""
+    INT4 = "int4"
+    """Requantised, as the published runs did; the bundled worker does not."""
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
 
     def expert_bytes(self, a: Architecture) -> int:
         """Bytes of one routed expert of one layer."""
-        bits, scale_bits = self.value
+        bits, scale_bits = _EXPERT_BITS[self]
         return (a.expert_weights * bits + a.expert_weights // a.quant_group * scale_bits) // 8
+
+
+_EXPERT_BITS = {
+    ExpertFormat.MXFP4: (4, 8),
+    ExpertFormat.INT4: (4, 16),
+    ExpertFormat.FLOAT32: (32, 0),
+    ExpertFormat.BFLOAT16: (16, 0),
+}
+"""Bits a weight, and bits of the scale that a group of weights shares."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +48,7 @@ class MemoryLine:
     bytes: int
     how: str
     """Arithmetic or source, in words."""
+    is_weights: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,36 +73,34 @@ class GroupShape:
         return f"{self.nodes} x {self.gpus_per_node} GPUs with tensorParallel {self.tensor_parallel}"
 
 
-def resident_bytes(tensors: Iterable[Tensor], placement: Placement, itemsize: int) -> int:
-    """Bytes of all tensors of one placement once loaded: bf16 becomes the activation type, float32 stays."""
-    return sum(t.elements * (4 if t.stored is Stored.F32 else itemsize) for t in tensors if t.placement is placement)
-
-
 def weight_lines(
     a: Architecture, tensors: Iterable[Tensor], shape: GroupShape, experts: ExpertFormat, dtype: DType
 ) -> tuple[MemoryLine, ...]:
     """Weights of one rank: its routed experts, its part of what a lane shares, and what every rank holds whole."""
-    tensors = tuple(tensors)
-    itemsize = ITEMSIZE[dtype]
     per_rank = a.num_experts // shape.ranks
     one = experts.expert_bytes(a)
-    padding = a_log_rows(a.kda_heads) - a.kda_heads
-    # A_log's padding is dropped before it is split.
-    shared = resident_bytes(tensors, Placement.TENSOR_PARALLEL, itemsize) - padding * 4 * a.num_kda_layers
-    replicated = resident_bytes(tensors, Placement.REPLICATED, itemsize)
+    resident = dict.fromkeys(Placement, 0)
+    for tensor in tensors:
+        resident[tensor.placement] += tensor.resident_bytes(ITEMSIZE[dtype])
+    split, whole = resident[Placement.TENSOR_PARALLEL], resident[Placement.REPLICATED]
     return (
         MemoryLine(
             "routed experts",
             per_rank * a.num_moe_layers * one,
-            f"{per_rank} of {a.num_experts} experts x {a.num_moe_layers} layers x {one:,} B ({experts.name})",
+            f"{per_rank} of {a.num_experts} experts x {a.num_moe_layers} layers x {one:,} B ({experts})",
+            is_weights=True,
         ),
         MemoryLine(
             "weights split over a lane",
-            shared // shape.tensor_parallel,
-            f"{shared:,} B / tensorParallel {shape.tensor_parallel}",
+            split // shape.tensor_parallel,
+            f"{split:,} B / tensorParallel {shape.tensor_parallel}: attention, shared experts, vocabulary ({dtype})",
+            is_weights=True,
         ),
         MemoryLine(
-            "weights whole on each rank", replicated, f"low-rank and latent projections, routers, norms ({dtype})"
+            "weights whole on each rank",
+            whole,
+            f"low-rank and latent projections, norms ({dtype}), routers (float32)",
+            is_weights=True,
         ),
     )
 

@@ -5,18 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kimi_operator.api.deployment import (
-    ExpertPrecision,
     KimiDeploymentSpec,
     KvPrecision,
     Role,
     Transport,
     TransportChoice,
 )
-from kimi_operator.api.profile import Device, DType, ExpertLayout, HardwareProfile, HardwareProfileSpec
+from kimi_operator.api.profile import Device, DType, HardwareProfile, HardwareProfileSpec
 from kimi_operator.errors import Problem
 from kimi_operator.planner.architecture import Architecture
 from kimi_operator.planner.layout import check_layout
-from kimi_operator.planner.memory import MemoryLine
+from kimi_operator.planner.memory import ExpertFormat, MemoryLine
 from kimi_operator.planner.pools import Room, Settings, cut_pools, pool_lines
 from kimi_operator.planner.tensors import tensor_table
 
@@ -53,7 +52,7 @@ class Plan:
     architecture: str
     profile: str
     kv_cache_dtype: DType
-    experts: ExpertLayout
+    experts: ExpertFormat
     transport: Transport
     gpus: int
     """GPUs of all groups of both roles."""
@@ -92,16 +91,6 @@ def _settings(
     a: Architecture, spec: KimiDeploymentSpec, profile: HardwareProfileSpec
 ) -> tuple[Settings, tuple[Problem, ...]]:
     runtime, problems = profile.runtime, []
-    experts, wanted = runtime.experts, spec.precision.experts
-    if wanted is not ExpertPrecision.AUTO and wanted.value != experts.value:
-        problems.append(
-            Problem(
-                "spec.precision.experts",
-                wanted.value,
-                f"Auto or {experts.value}: what the worker does on this hardware (profile's runtime.experts)",
-                "set Auto, or choose a profile that holds experts so",
-            )
-        )
     choice = spec.handoff.transport
     transport = profile.fabric.transport if choice is TransportChoice.AUTO else Transport(choice.value)
     if transport is Transport.MORIIO and runtime.device is Device.CPU:
@@ -111,7 +100,7 @@ def _settings(
             )
         )
     kv_dtype = KV_DTYPES.get(spec.precision.kv_cache, runtime.kv_cache_dtype)
-    return Settings(a, tensor_table(a), spec, profile, kv_dtype, experts, transport), tuple(problems)
+    return Settings(a, tensor_table(a), spec, profile, kv_dtype, transport), tuple(problems)
 
 
 def _plan(s: Settings, profile_name: str, rooms: list[Room]) -> Plan:
@@ -124,7 +113,7 @@ def _plan(s: Settings, profile_name: str, rooms: list[Room]) -> Plan:
         architecture=a.name,
         profile=profile_name,
         kv_cache_dtype=s.kv_dtype,
-        experts=s.experts,
+        experts=s.expert_format,
         transport=s.transport,
         gpus=gpus,
         prefill=plans[Role.PREFILL],

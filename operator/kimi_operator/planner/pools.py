@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kimi_operator.api.deployment import KimiDeploymentSpec, Role, RoleSpec, Transport
-from kimi_operator.api.profile import DType, ExpertLayout, HardwareProfileSpec
+from kimi_operator.api.profile import Device, DType, HardwareProfileSpec
 from kimi_operator.errors import Problem
 from kimi_operator.planner.architecture import Architecture
 from kimi_operator.planner.layout import nearest_layout
@@ -33,14 +33,14 @@ class Settings:
     spec: KimiDeploymentSpec
     profile: HardwareProfileSpec
     kv_dtype: DType
-    experts: ExpertLayout
     transport: Transport
 
     @property
     def expert_format(self) -> ExpertFormat:
-        """Bits of a routed expert's weight in memory."""
-        if self.experts is ExpertLayout.MXFP4:
+        """How the worker holds routed experts on this device."""
+        if self.profile.runtime.device is Device.CUDA:
             return ExpertFormat.MXFP4
+        # A CPU takes longer to decode a weight than to multiply with it: the worker decodes them once, at load.
         return ExpertFormat.FLOAT32 if self.profile.runtime.dtype is DType.FLOAT32 else ExpertFormat.BFLOAT16
 
 
@@ -102,8 +102,8 @@ def _choose_seqs(s: Settings, spare: int, slot: int, page: int) -> int:
 def _too_small(s: Settings, role: Role, shape: GroupShape, need: tuple[int, int, int, int]) -> Problem:
     """The GPU cannot hold even one request of the longest length."""
     free, slot, page, pages_needed = need
-    weights = sum(line.bytes for line in fixed_lines(s, shape)[:3])
-    reserved = sum(line.bytes for line in fixed_lines(s, shape)[3:])
+    weights = sum(line.bytes for line in fixed_lines(s, shape) if line.is_weights)
+    reserved = sum(line.bytes for line in fixed_lines(s, shape) if not line.is_weights)
     have = s.profile.gpu.memory
     got = (
         f"{shape}: {bytes_text(weights)} of weights + {bytes_text(reserved)} reserved + "

@@ -11,6 +11,7 @@ from kimi_operator.planner.architecture import Architecture, Vision
 
 PREFIX = "language_model.model."
 EXPERT = "{expert}"
+A_LOG_MULTIPLE = 128
 
 
 class Stored(Enum):
@@ -52,6 +53,15 @@ class Placement(StrEnum):
     UNLOADED = "not loaded"
 
 
+class Held(StrEnum):
+    """What the worker makes of a tensor when it loads it."""
+
+    COMPUTE = "in the activation type"
+    FLOAT32 = "in float32"
+    FOLDED = "multiplied into another tensor"
+    PACKED = "as the experts' format says"
+
+
 @dataclass(frozen=True, slots=True)
 class Tensor:
     """One tensor of the file, or one for each expert when the name holds {expert}."""
@@ -61,7 +71,10 @@ class Tensor:
     stored: Stored
     part: Part
     placement: Placement
+    held: Held
     copies: int = 1
+    padding: int = 0
+    """Elements at its end that the worker drops."""
 
     @property
     def elements(self) -> int:
@@ -72,6 +85,14 @@ class Tensor:
     def bytes(self) -> int:
         """Bytes of all copies in the file."""
         return self.elements * self.stored.itemsize
+
+    def resident_bytes(self, itemsize: int) -> int:
+        """Bytes once loaded, all ranks of a lane together; `itemsize` is that of the activation type.
+
+        Routed experts are not counted here: their format decides.
+        """
+        sizes = {Held.COMPUTE: itemsize, Held.FLOAT32: 4, Held.FOLDED: 0, Held.PACKED: 0}
+        return (self.elements - self.padding) * sizes[self.held]
 
     def names(self) -> Iterator[str]:
         """Name of each copy."""
@@ -108,7 +129,18 @@ _BF16, _F32 = Stored.BF16, Stored.F32
 
 
 def _build(prefix: str, part: Part, rows: Iterable[_Row]) -> list[Tensor]:
-    return [Tensor(prefix + name, shape, stored, part, placement) for name, shape, stored, placement in rows]
+    return [
+        Tensor(prefix + name, shape, stored, part, placement, _held(name, stored))
+        for name, shape, stored, placement in rows
+    ]
+
+
+def _held(name: str, stored: Stored) -> Held:
+    # Close scores decide which experts run, so the router is kept in float32; each site of the attention residuals
+    # becomes one float32 vector, the product of its norm and its projection.
+    if stored is Stored.F32 or name == "gate.weight" or name.endswith("_res_norm.weight"):
+        return Held.FLOAT32
+    return Held.FOLDED if name.endswith("_res_proj.weight") else Held.COMPUTE
 
 
 def _kda(a: Architecture, prefix: str) -> list[Tensor]:
@@ -119,7 +151,6 @@ def _kda(a: Architecture, prefix: str) -> list[Tensor]:
         rows.append((f"{name}_conv1d.weight", (width, 1, a.conv_kernel), _F32, _TP))
     rows += [
         ("g_proj.weight", (width, a.hidden), _BF16, _TP),
-        ("A_log", (a_log_rows(a.kda_heads),), _F32, _TP),
         ("dt_bias", (width,), _F32, _TP),
         ("f_a_proj.weight", (a.kda_head, a.hidden), _BF16, _ALL),
         ("f_b_proj.weight", (width, a.kda_head), _BF16, _TP),
@@ -127,12 +158,14 @@ def _kda(a: Architecture, prefix: str) -> list[Tensor]:
         ("o_norm.weight", (a.kda_head,), _F32, _ALL),
         ("o_proj.weight", (a.hidden, width), _BF16, _TP),
     ]
-    return _build(prefix, Part.KDA, rows)
+    return [*_build(prefix, Part.KDA, rows), _a_log(a, prefix)]
 
 
-def a_log_rows(kda_heads: int) -> int:
-    """Rows of A_log in the file: the heads padded to a power of two; the padding is zero and not used."""
-    return 1 << (kda_heads - 1).bit_length()
+def _a_log(a: Architecture, prefix: str) -> Tensor:
+    """One number a head, padded with zeros to a multiple of 128."""
+    length = -(-a.kda_heads // A_LOG_MULTIPLE) * A_LOG_MULTIPLE
+    padding = length - a.kda_heads
+    return Tensor(prefix + "A_log", (length,), _F32, Part.KDA, _TP, Held.FLOAT32, padding=padding)
 
 
 def _mla(a: Architecture, prefix: str) -> list[Tensor]:
@@ -197,6 +230,7 @@ def _experts(a: Architecture, prefix: str) -> Iterator[Tensor]:
                 Stored.U8,
                 Part.ROUTED_EXPERTS,
                 Placement.EXPERT_PARALLEL,
+                Held.PACKED,
                 a.num_experts,
             )
 
