@@ -40,6 +40,14 @@ def write_tokenizer(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
+def said(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The tokens of a whole answer as the model gives it, from within its response."""
+    controls = tokenizer.controls
+    closed = [controls.close, *tokenizer.encode("response"), controls.sep]
+    end = [controls.close, *tokenizer.encode("message"), controls.sep, controls.end_of_msg]
+    return [*tokenizer.encode(text), *closed, *end]
+
+
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("checkpoint")
@@ -125,3 +133,9 @@ async def start_pod(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) 
 @pytest.fixture
 async def pod(start_pod: PodFactory) -> Pod:
     return await start_pod()
+
+
+@pytest.fixture(params=["server"])
+def front(request: pytest.FixtureRequest, pod: Pod) -> str:
+    """The URL that clients use."""
+    return pod.url

@@ -5,6 +5,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "contract"))
 
-from replay_fixtures import checkpoint, pod, start_pod, tokenizer
+from replay_fixtures import checkpoint, front, pod, start_pod, tokenizer
 
-__all__ = ["checkpoint", "pod", "start_pod", "tokenizer"]
+__all__ = ["checkpoint", "front", "pod", "start_pod", "tokenizer"]

@@ -216,11 +216,15 @@ def read_request(body: bytes, kind: type[RequestT]) -> RequestT:
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
-        if first["type"] == "json_invalid":
-            raise ApiError(400, f"body: {first['msg']}", code="invalid_json") from None
-        param = ".".join(str(part) for part in first["loc"] if not _is_branch(part)) or "body"
-        raise ApiError.bad(param, f"{first['msg']} (got {_shown(first['input'])})") from None
+        errors = error.errors(include_url=False, include_context=False)
+        if errors[0]["type"] == "json_invalid":
+            raise ApiError(400, f"body: {errors[0]['msg']}", param="body", code="invalid_json") from None
+        # of the branches of a union the one that came furthest says most
+        worst = max(
+            (each for each in errors if each["loc"][:1] == errors[0]["loc"][:1]), key=lambda each: len(each["loc"])
+        )
+        param = ".".join(str(part) for part in worst["loc"] if not _is_branch(part)) or "body"
+        raise ApiError.bad(param, f"{worst['msg']} (got {_shown(worst['input'])})") from None
 
 
 def _is_branch(part: int | str) -> bool:

@@ -56,9 +56,8 @@ class ChatFormat:
         text = _text(message.content, f"{where}.content", is_optional=role == "assistant")
         body: list[Segment] = [text]
         if role == "assistant":
-            body = self._tag("response", text)
-            if thinking:
-                body = [*self._tag("think", _reasoning(message, where)), *body]
+            thought = self._tag("think", _reasoning(message, where))
+            body = [*(thought if thinking else []), *self._tag("response", text)]
         attributes = {"role": role, "name": message.name} if message.name else {"role": role}
         end = self.tokenizer.controls.end_of_msg
         return [*self._open("message", **attributes), *body, *self._close("message"), end]
@@ -66,7 +65,7 @@ class ChatFormat:
     def _tag(self, name: str, text: str) -> list[Segment]:
         return [*self._open(name), text, *self._close(name)]
 
-    def _open(self, name: str, **attributes: str) -> list[Segment]:
+    def _open(self, name: str, /, **attributes: str) -> list[Segment]:
         spelt = "".join(f' {key}="{_escape(value)}"' for key, value in attributes.items())
         return [self.tokenizer.controls.open, name + spelt, self.tokenizer.controls.sep]
 

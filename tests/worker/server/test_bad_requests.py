@@ -1,0 +1,237 @@
+"""Whatever a client sends: an OpenAI-style error that names the field, never a 500, never a hang."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from kimi_worker.protocol.openai import ApiError, ChatRequest, CompletionRequest, read_request
+from kimi_worker.server.work import Intake
+from replay_engine import Script
+from replay_fixtures import MODEL, Pod
+
+USER = {"role": "user", "content": "hello"}
+
+
+def chat_body(**fields: object) -> dict[str, object]:
+    return {"model": MODEL, "messages": [USER], **fields}
+
+
+@pytest.fixture(scope="module")
+def intake(checkpoint) -> Intake:
+    return Intake.load(checkpoint, MODEL, 512)
+
+
+CHAT_ERRORS: list[tuple[dict[str, Any], str]] = [
+    ({"messages": []}, "messages"),
+    ({"messages": None}, "messages"),
+    ({"messages": "hello"}, "messages"),
+    ({"messages": [5]}, "messages.0"),
+    ({"messages": [{"content": "x"}]}, "messages.0.role"),
+    ({"messages": [{**USER, "role": 5}]}, "messages.0.role"),
+    ({"messages": [{**USER, "name": 5}]}, "messages.0.name"),
+    ({"messages": [{"role": "user", "content": "a" * 600}]}, "messages"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0.type"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": -1}, "max_tokens"),
+    ({"max_tokens": "5"}, "max_tokens"),
+    ({"max_tokens": 1.5}, "max_tokens"),
+    ({"max_tokens": True}, "max_tokens"),
+    ({"max_tokens": 10**30}, "max_tokens"),
+    ({"max_tokens": 512}, "max_tokens"),
+    ({"max_completion_tokens": 512}, "max_completion_tokens"),
+    ({"temperature": -0.1}, "temperature"),
+    ({"temperature": 2.1}, "temperature"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"top_p": 1.1}, "top_p"),
+    ({"seed": 2**63}, "seed"),
+    ({"stop": 5}, "stop"),
+    ({"stop": [""]}, "stop.0"),
+    ({"stop": ["a"] * 17}, "stop"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids.0"),
+    ({"stream": "yes"}, "stream"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"stream": True, "stream_options": {"usage": True}}, "stream_options.usage"),
+    ({"logprobs": 5}, "logprobs"),
+    ({"top_logprobs": 5}, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"chat_template_kwargs": {"thinking": "no"}}, "chat_template_kwargs.thinking"),
+    ({"chat_template_kwargs": {"color": 1}}, "chat_template_kwargs.color"),
+    ({"reasoning_effort": "high"}, "reasoning_effort"),
+    ({"n": 2}, "n"),
+    ({"n": True}, "n"),
+    ({"tools": [{"type": "function"}]}, "tools"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"audio": {"voice": "x"}}, "audio"),
+    ({"modalities": ["text", "audio"]}, "modalities"),
+    ({"logit_bias": {"5": 1}}, "logit_bias"),
+    ({"presence_penalty": 0.5}, "presence_penalty"),
+    ({"top_k": 5}, "top_k"),
+    ({"temprature": 0.5}, "temprature"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), CHAT_ERRORS)
+def test_a_wrong_field_is_named(intake: Intake, fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        intake.chat_work(json.dumps(chat_body(**fields)).encode())
+    assert caught.value.status == 400
+    assert caught.value.param == param
+    assert param in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("prompt", "param"),
+    [
+        (None, "prompt"),
+        ("", "prompt"),
+        ([], "prompt"),
+        ([[]], "prompt"),
+        (["a", "b"], "prompt"),
+        ([[1], [2]], "prompt"),
+        ([1, "a"], "prompt.1"),
+        ([-1], "prompt.0"),
+        ([10**6], "prompt"),
+        ({"text": "x"}, "prompt"),
+        ("a" * 512, "prompt"),
+    ],
+)
+def test_a_wrong_prompt_is_named(intake: Intake, prompt: object, param: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        intake.completion_work(json.dumps({"prompt": prompt}).encode())
+    assert caught.value.status == 400
+    assert str(caught.value.param).startswith("prompt")
+    if param == "prompt":
+        assert caught.value.message.startswith("prompt")
+
+
+HARMLESS: dict[str, Any] = {
+    "n": 1,
+    "user": "me",
+    "metadata": {"a": "b"},
+    "tools": [],
+    "tool_choice": None,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0,
+    "response_format": {"type": "text"},
+    "logit_bias": None,
+    "top_k": -1,
+    "repetition_penalty": 1.0,
+    "skip_special_tokens": True,
+    "store": False,
+    "stop": None,
+    "seed": None,
+    "temperature": None,
+    "stream": False,
+    "logprobs": False,
+}
+
+
+def test_what_changes_nothing_is_accepted(intake: Intake) -> None:
+    plain, dressed = (intake.chat_work(json.dumps(chat_body(**fields)).encode()) for fields in ({}, HARMLESS))
+    assert replace(dressed, request_id=plain.request_id, created_s=plain.created_s) == plain
+
+
+BROKEN = [
+    b"",
+    b"{",
+    b"null",
+    b"[]",
+    b"\xff\xfe",
+    b'{"messages": "\xff"}',
+    b'{"a": NaN}',
+    b"[" * 10_000,
+    b'{"x":' * 5_000,
+    b'{"prompt": "\\ud800"}',
+    b'{"prompt": "a", "temperature": 1e999}',
+    b'{"prompt": "a", "temperature": NaN}',
+    b'{"prompt": ' + b"9" * 5_000 + b"}",
+    b'"text"',
+    b"model=tiny&prompt=a",
+]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_broken_bodies(pod: Pod, path: str) -> None:
+    async with httpx.AsyncClient(base_url=pod.url, timeout=10) as http:
+        for body in BROKEN:
+            reply = await http.post(path, content=body)
+            assert reply.status_code == 400, body[:40]
+            assert reply.json()["error"]["type"] == "invalid_request_error"
+            assert reply.json()["error"]["message"]
+    assert not pod.engine.submits
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+FIELDS = st.sampled_from(sorted({*ChatRequest.model_fields, *CompletionRequest.model_fields, *HARMLESS, "odd", ""}))
+
+
+@given(changes=st.dictionaries(FIELDS, JSON, max_size=4), is_chat=st.booleans())
+@settings(max_examples=400, suppress_health_check=[HealthCheck.too_slow])
+def test_any_json_is_work_or_a_named_error(intake: Intake, changes: dict[str, Any], is_chat: bool) -> None:
+    body = json.dumps({**(chat_body() if is_chat else {"prompt": "hello"}), **changes}).encode()
+    try:
+        work = (intake.chat_work if is_chat else intake.completion_work)(body)
+    except ApiError as error:
+        named = 400 <= error.status < 500 and error.message and error.param is not None
+        assert named, error  # noqa: PT017  # either outcome is right
+    else:
+        assert work.token_ids
+        assert 1 <= work.sampling.max_tokens <= 512 - len(work.token_ids)
+
+
+@given(body=st.binary(max_size=60))
+def test_any_bytes_are_refused(body: bytes) -> None:
+    with pytest.raises(ApiError) as caught:
+        read_request(body, ChatRequest)
+    assert caught.value.status == 400
+
+
+async def test_odd_http_gets_an_openai_error(pod: Pod) -> None:
+    async with httpx.AsyncClient(base_url=pod.url, timeout=10) as http:
+        for reply, status in (
+            (await http.get("/nothing"), 404),
+            (await http.get("/v1/completions"), 405),
+            (await http.post("/v1/models"), 405),
+            (await http.post("/v1/completions", content=b" " * 2_000_000), 413),
+        ):
+            assert reply.status_code == status
+            assert reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"x-kimi-lane": "one"},
+        {"x-kimi-lane": "7"},
+        {"x-kimi-lane": "-1"},
+        {"x-kimi-lane": "²"},
+        {"x-kimi-prefill": "http://example"},
+        {"x-kimi-prefill": "tcp://host:port"},
+    ],
+)
+async def test_wrong_routing_headers_are_named(pod: Pod, headers: dict[str, str]) -> None:
+    async with httpx.AsyncClient(base_url=pod.url, timeout=10) as http:
+        encoded = {name: value.encode() for name, value in headers.items()}
+        reply = await http.post("/v1/completions", json={"prompt": "a"}, headers=encoded)
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"] == next(iter(headers))
+
+
+async def test_a_bad_request_leaves_nothing_behind(pod: Pod) -> None:
+    async with httpx.AsyncClient(base_url=pod.url, timeout=10) as http:
+        for fields, _ in CHAT_ERRORS:
+            reply = await http.post("/v1/chat/completions", json=chat_body(**fields))
+            assert reply.status_code == 400
+        assert pod.app.state.pod.lanes.num_requests == 0
+        pod.play(Script([104, 105]))
+        assert (await http.post("/v1/completions", json={"prompt": "a"})).json()["choices"][0]["text"] == "hi"
