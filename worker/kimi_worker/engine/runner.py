@@ -65,9 +65,10 @@ class Runner:
         return self._memory
 
     def load(self) -> None:
-        """Check the checkpoint, read this rank's weights, allocate the caches. Not collective.
+        """Check the checkpoint, read this rank's weights, allocate the caches, wait until every rank has done so.
 
-        Raises ConfigError, CheckpointError or ParallelError when checkpoint, settings and group do not fit together.
+        Raises ConfigError, CheckpointError or ParallelError when checkpoint, settings and group do not fit together,
+        CollectiveError when another rank is not there in time.
         """
         settings, groups = self._settings, self._groups
         torch.set_num_threads(settings.runtime.threads_per_rank)
@@ -86,6 +87,8 @@ class Runner:
         )
         free = torch.cuda.mem_get_info(groups.device)[0] if groups.device.type == "cuda" else 0
         self._memory = Memory(source.loaded_bytes, self._caches.pages_bytes, self._caches.slots_bytes, free)
+        # Loading times differ by more than a collective may take.
+        groups.wait_for_all("loaded")
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> Tensor | None:

@@ -86,6 +86,31 @@ class Collective:
             ) from error
 
 
+class MeetingPoint:
+    """Waits for slow ranks at the start, over the store: patient for the start timeout, and names who is missing."""
+
+    def __init__(self, store: dist.Store, place: RankPlace, meeting: Rendezvous) -> None:
+        self._store, self._place, self._meeting = store, place, meeting
+
+    def wait_for_all(self, what: str) -> None:
+        """See Groups.wait_for_all."""
+        keys = [f"{what}/{rank}" for rank in range(self._place.world_size)]
+        try:
+            self._store.set(keys[self._place.rank], "1")
+            self._store.wait(keys, timedelta(seconds=self._meeting.start_timeout_s))
+        except dist.DistStoreError as error:
+            missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+            raise CollectiveError(
+                f"rank {self._place.rank} (generation {self._meeting.generation}): ranks {missing} of "
+                f"{self._place.world_size} were not {what} within {self._meeting.start_timeout_s:.0f} s; "
+                "look at their pods' logs"
+            ) from error
+        except RuntimeError as error:
+            raise CollectiveError(
+                f"rank {self._place.rank}: rank 0 has gone while others were not {what}: {error}"
+            ) from error
+
+
 @dataclass(frozen=True, slots=True)
 class Groups:
     """What one rank needs to talk to the others. A group of one rank has no collectives at all.
@@ -100,12 +125,18 @@ class Groups:
     world: Collective | None = None
     lane: Collective | None = None
     control: Collective | None = None
+    meeting_point: "MeetingPoint | None" = None
 
     def sum_over_group(self, value: int) -> int:
         """Sum of a number over all ranks; every rank calls it and sees the same result. Raises CollectiveError."""
         if self.control is None:
             return value
         return int(self.control.all_reduce(torch.tensor([value], dtype=torch.int64)).item())
+
+    def wait_for_all(self, what: str) -> None:
+        """Return once every rank has called this with the same `what`, at most once each. Raises CollectiveError."""
+        if self.meeting_point is not None:
+            self.meeting_point.wait_for_all(what)
 
     def close(self) -> None:
         for collective in (self.control, self.lane, self.world):
@@ -124,12 +155,15 @@ def connect(place: RankPlace, device: torch.device, meeting: Rendezvous) -> Grou
         return Groups(place, device)
     try:
         store = _open_store(place, meeting)
+        meeting_point = MeetingPoint(store, place, meeting)
+        # First, because the process groups wait for their members only as long as for a collective.
+        meeting_point.wait_for_all("present")
         world = _make(store, "group", (place.rank, place.world_size), device, meeting)
         control = _make(store, "control", (place.rank, place.world_size), torch.device("cpu"), meeting)
         lane = None
         if place.tp_size > 1:
             lane = _make(store, f"lane {place.lane}", (place.tp_rank, place.tp_size), device, meeting)
-        groups = Groups(place, device, world, lane, control)
+        groups = Groups(place, device, world, lane, control, meeting_point)
         # gloo connects while it is made, RCCL at its first collective: make every group prove itself here.
         for collective in (world, control, lane):
             if collective is not None:
