@@ -1,0 +1,3 @@
+module kimi-operator.io/localcluster/pause
+
+go 1.26.0

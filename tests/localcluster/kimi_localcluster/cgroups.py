@@ -1,0 +1,125 @@
+"""A cluster's control groups: created before the kubelets need them, removed when the cluster is gone.
+
+Layout, the same on cgroup v1 (in each hierarchy) and v2 (in the one tree):
+
+    kimi-NAME/system    every daemon of the cluster, so that its processes can be found from outside
+    kimi-NAME/nodeN     root of node N's kubelet, which deletes what it does not know below its root
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+from kimi_localcluster.errors import LocalClusterError
+from kimi_localcluster.paths import CGROUP_ROOT
+
+
+class Cgroups:
+    """Control groups of one cluster under a mounted cgroup file system."""
+
+    def __init__(self, name: str, root: Path = CGROUP_ROOT) -> None:
+        self._root = root
+        self._top = f"kimi-{name}"
+
+    @property
+    def is_v2(self) -> bool:
+        return (self._root / "cgroup.controllers").exists()
+
+    def kubelet_root(self, node: int) -> str:
+        """Value of the kubelet's cgroupRoot."""
+        return f"/{self._top}/node{node}"
+
+    def hierarchies(self) -> list[Path]:
+        """Mount points in which a kubelet creates groups; a v2 tree beside v1 hierarchies is not one of them."""
+        if self.is_v2:
+            return [self._root]
+        links = [path for path in self._root.iterdir() if path.is_dir() and not path.is_symlink()]
+        return sorted(path for path in links if (path / "tasks").exists())
+
+    def create(self, num_nodes: int) -> None:
+        """Make the groups of all nodes. Raises LocalClusterError where the machine does not allow it."""
+        hierarchies = self.hierarchies()
+        if not hierarchies:
+            raise LocalClusterError(f"no cgroup hierarchy is mounted under {self._root}; kubelets cannot run without")
+        for hierarchy in hierarchies:
+            for path in (self._top, f"{self._top}/system", *(f"{self._top}/node{n}" for n in range(num_nodes))):
+                try:
+                    (hierarchy / path).mkdir(exist_ok=True)
+                    self._prepare(hierarchy / path)
+                except OSError as error:
+                    raise LocalClusterError(
+                        f"cannot create cgroup {hierarchy / path}: {error}; the local cluster needs root and "
+                        f"a writable {self._root} (in a container: a privileged one with its own cgroup namespace)"
+                    ) from error
+
+    def _prepare(self, group: Path) -> None:
+        """Make a new group usable: controllers in v2, cpus and memory nodes in v1's cpuset."""
+        parent = group.parent
+        if self.is_v2:
+            available = (parent / "cgroup.controllers").read_text().split()
+            enabled = (parent / "cgroup.subtree_control").read_text().split()
+            if missing := [f"+{controller}" for controller in available if controller not in enabled]:
+                (parent / "cgroup.subtree_control").write_text(" ".join(missing))
+        elif (parent / "cpuset.cpus").exists():
+            for file in ("cpuset.cpus", "cpuset.mems"):
+                (group / file).write_text((parent / file).read_text())
+
+    def join_system(self) -> None:
+        """Move the calling process, and so all its later children, into the cluster's own group.
+
+        In v1 one hierarchy suffices to find them again; the limits of the others stay those of the caller.
+        """
+        names = [path for path in self.hierarchies() if path.name.startswith("pids")] or self.hierarchies()
+        (names[0] / self._top / "system" / "cgroup.procs").write_text("0")
+
+    def processes(self) -> set[int]:
+        """Ids of all processes in the cluster's groups, as the caller sees them."""
+        ids: set[int] = set()
+        for procs in self._all(f"{self._top}/**/cgroup.procs"):
+            try:
+                ids.update(int(line) for line in procs.read_text().split())
+            except OSError:  # the group went away meanwhile
+                continue
+        # 0 is a process outside the caller's process namespace.
+        return ids - {0}
+
+    def groups(self, node: int | None = None) -> list[Path]:
+        """Existing groups of the cluster or of one node, parents first."""
+        below = self._top if node is None else f"{self._top}/node{node}"
+        found = [group for hierarchy in self.hierarchies() if (group := hierarchy / below).is_dir()]
+        return found + [path for path in self._all(f"{below}/**/") if path not in found and path.is_dir()]
+
+    def _all(self, pattern: str) -> list[Path]:
+        return sorted({path for hierarchy in self.hierarchies() for path in hierarchy.glob(pattern)})
+
+    def remove(self, *, node: int | None = None, deadline_s: float = 15) -> None:
+        """End what still runs in the groups and remove them. Raises LocalClusterError after the deadline.
+
+        With `node`, removes only what is below that node's group, whose processes must be dying already.
+        """
+        deadline = time.monotonic() + deadline_s
+        keep = set(self.groups(node)[: len(self.hierarchies())]) if node is not None else set()
+        while left := [group for group in self.groups(node) if group not in keep]:
+            if node is None:
+                self._kill()
+            for group in sorted(left, key=lambda path: len(path.parts), reverse=True):
+                try:
+                    group.rmdir()
+                except OSError:  # still busy: a killed process has not been reaped yet
+                    continue
+            if time.monotonic() > deadline:
+                raise LocalClusterError(
+                    f"cgroup {left[0]} cannot be removed: processes {sorted(self.processes())} do not end; "
+                    "look at them with ps and try `localcluster down` again"
+                )
+            time.sleep(0.02)
+
+    def _kill(self) -> None:
+        for process in self.processes() - {os.getpid()}:
+            try:
+                os.kill(process, signal.SIGKILL)
+            except ProcessLookupError:
+                continue

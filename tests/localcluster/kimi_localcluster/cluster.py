@@ -1,0 +1,320 @@
+"""The local cluster as an object: start it, talk to it, break it, end it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from kimi_localcluster import channel
+from kimi_localcluster.binaries import DEFAULT_PROGRAMS, ensure_programs
+from kimi_localcluster.channel import Message
+from kimi_localcluster.errors import LocalClusterError, WaitTimeoutError, tail
+from kimi_localcluster.keeper import (
+    MODULE,
+    Order,
+    control_process,
+    keeper_process,
+    remove_traces,
+    write_pod_images,
+)
+from kimi_localcluster.kube import Kube
+from kimi_localcluster.packages import ensure_packages
+from kimi_localcluster.paths import ClusterPaths, cache_dir, environment
+from kimi_localcluster.podenv import ensure_pod_environment
+from kimi_localcluster.progress import Progress
+from kimi_localcluster.shell import UNSHARE, file_lock, run
+from kimi_localcluster.spec import DEFAULT_IMAGES, DEFAULT_NAME, ClusterSpec, default_vram
+
+START_TIMEOUT_S = 180.0
+POLL_S = 0.1
+
+
+class Cluster(Kube):
+    """A running local cluster. Make one with `up`, or find one with `attach`.
+
+    As a context manager it ends the cluster at the end of the block.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.paths = ClusterPaths(name)
+        self.name = name
+        self._lifeline_fd: int | None = None
+        self._keeper: subprocess.Popen[str] | None = None
+
+    @classmethod
+    def up(
+        cls,
+        name: str = DEFAULT_NAME,
+        *,
+        nodes: int = 4,
+        gpus: int = 8,
+        device_id: str = "74a1",
+        vram: str | None = None,
+        images: Sequence[str] = DEFAULT_IMAGES,
+        is_tied: bool = False,
+        timeout_s: float = START_TIMEOUT_S,
+        progress: Progress | None = None,
+    ) -> Cluster:
+        """Start a cluster, building whatever it needs first, and return when pods can run in it.
+
+        nodes       number of nodes, named node0, node1, ...
+        gpus        amd.com/gpu of each node, with the labels of the card that device_id (PCI) and vram name
+        images      names under which pods find the project's environment
+        is_tied     the cluster ends when this process does, however it does
+        Raises LocalClusterError with the failing step, its log and what to do; then nothing is left behind.
+        """
+        spec = ClusterSpec(name, nodes, gpus, device_id, vram or default_vram(device_id), tuple(images))
+        progress = progress or Progress()
+        check_machine()
+        if keeper_process(ClusterPaths(name)) or control_process(ClusterPaths(name)):
+            raise LocalClusterError(f"cluster {name} exists; `localcluster down --name {name}` ends it")
+        ensure_packages(progress)
+        programs = ensure_programs(DEFAULT_PROGRAMS, progress)
+        pods = ensure_pod_environment(progress)
+        cluster = cls(name)
+        cluster._start(Order(spec, programs, pods), is_tied=is_tied, timeout_s=timeout_s, progress=progress)
+        return cluster
+
+    @classmethod
+    def attach(cls, name: str = DEFAULT_NAME) -> Cluster:
+        """The running cluster of that name. Raises LocalClusterError if there is none."""
+        cluster = cls(name)
+        cluster.status()
+        return cluster
+
+    @staticmethod
+    def from_kubeconfig(path: Path | str) -> ExistingCluster:
+        """Any other cluster, with the same kubectl, helm and waiting but without node verbs."""
+        return ExistingCluster(Path(path))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.down()
+
+    @property
+    def spec(self) -> ClusterSpec:
+        return ClusterSpec.read(self.paths.spec)
+
+    @property
+    def kubeconfig(self) -> Path:
+        """Valid inside the cluster's network, that is for commands run by `exec`."""
+        return self.paths.kubeconfig
+
+    # --- commands ----------------------------------------------------------------------------------------------
+
+    def command(self, argv: Sequence[str], node: int | None = None) -> list[str]:
+        process = control_process(self.paths)
+        if process is None:
+            raise LocalClusterError(
+                f"cluster {self.name} is not running; start it with `localcluster up --name {self.name}`"
+            )
+        entry = ["nsenter", "-t", str(process), "-n", "-m", "-p", f"--wd={Path.cwd()}"]
+        if node is not None:
+            entry += ["nsenter", "-t", str(self._node_process(node)), "-n", "-m", "-u", "-p", f"--wd={Path.cwd()}"]
+        return [*entry, *argv]
+
+    def command_env(self) -> dict[str, str]:
+        path = f"{self.paths.bin}:{environment().get('PATH', os.defpath)}"
+        return environment(PATH=path, KUBECONFIG=str(self.kubeconfig), NO_PROXY="*", no_proxy="*")
+
+    def _node_process(self, node: int) -> int:
+        nodes: dict[str, dict[str, Any]] = self.status()["nodes"]
+        process = nodes.get(f"node{node}", {}).get("process")
+        if process is None:
+            raise LocalClusterError(f"node{node} is not running; nodes: {', '.join(nodes)}")
+        return int(process)
+
+    # --- verbs -------------------------------------------------------------------------------------------------
+
+    def _request(self, timeout_s: float = 30, **message: Any) -> Message:
+        try:
+            return channel.request(self.paths.socket, timeout_s, **message)
+        except OSError as error:
+            raise LocalClusterError(
+                f"cluster {self.name} is not running; start it with `localcluster up --name {self.name}`"
+            ) from error
+
+    def status(self) -> Message:
+        """Phase, components and nodes as the cluster's first process sees them."""
+        return self._request(verb="status")
+
+    def partition_node(self, node: int) -> None:
+        """Take the node's network link down; what runs on it runs on."""
+        self._request(verb="partition", node=f"node{node}")
+
+    def heal_node(self, node: int) -> None:
+        self._request(verb="heal", node=f"node{node}")
+
+    def kill_node(self, node: int) -> None:
+        """End all processes of a node at once, as a power cut does; returns when none is left."""
+        self._request(verb="kill", node=f"node{node}")
+
+    def restart_node(self, node: int) -> None:
+        """Boot a node again with its old disk and identity; kills it first if it runs. Returns at once."""
+        self._request(verb="restart", node=f"node{node}")
+
+    def stop_component(self, component: str) -> None:
+        """Kill etcd, apiserver, controller-manager, scheduler, coredns or proxy and keep it down."""
+        self._request(verb="stop", component=component)
+
+    def start_component(self, component: str) -> None:
+        self._request(verb="start", component=component)
+
+    def logs(self, component: str) -> Path:
+        """Log file of a component: a name of `status`, control, audit, nodeN, or nodeN/kubelet and the like."""
+        log = self.paths.logs / f"{component}.log"
+        if not log.exists():
+            known = sorted(str(p.relative_to(self.paths.logs).with_suffix("")) for p in self.paths.logs.rglob("*.log"))
+            raise LocalClusterError(f"no log of {component!r}; there are: {', '.join(known) or '(none)'}")
+        return log
+
+    def load_image(self, name: str, progress: Progress | None = None) -> None:
+        """Make the checkout's present code available on all running nodes as an image of that name."""
+        pods = ensure_pod_environment(progress or Progress())
+        target = self.paths.state / "loaded-images.tar"
+        write_pod_images(target, pods, (name,))
+        for node, state in self.status()["nodes"].items():
+            if state["process"] is not None:
+                argv = ["ctr", "-n", "k8s.io", "images", "import", str(target)]
+                self.exec(argv, node=int(node.removeprefix("node")))
+
+    # --- start and end -----------------------------------------------------------------------------------------
+
+    def _start(self, order: Order, *, is_tied: bool, timeout_s: float, progress: Progress) -> None:
+        read_fd, write_fd = os.pipe()
+        self._lifeline_fd = write_fd
+        log = cache_dir() / "logs" / f"keeper-{self.name}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        argv = [sys.executable, "-m", MODULE, self.name, str(read_fd)]
+        try:
+            with log.open("w") as output:
+                self._keeper = subprocess.Popen(
+                    argv, stdin=subprocess.PIPE, stdout=output, stderr=output, text=True,
+                    pass_fds=[read_fd], start_new_session=True,
+                )  # fmt: skip
+            os.close(read_fd)
+            assert self._keeper.stdin is not None
+            self._keeper.stdin.write(order.to_json())
+            self._keeper.stdin.close()
+            self._wait_until_up(log, timeout_s, progress)
+        except BaseException:
+            # Closing the lifeline ends the cluster, and the keeper removes its traces.
+            self._release_lifeline()
+            self._wait_for_keeper()
+            raise
+        if not is_tied:
+            os.write(write_fd, b"1")
+            self._release_lifeline()
+
+    def _wait_until_up(self, log: Path, timeout_s: float, progress: Progress) -> None:
+        deadline = time.monotonic() + timeout_s
+        assert self._keeper is not None
+        with progress.step(f"Starting cluster {self.name}", expected_s=12) as step:
+            while True:
+                if self._keeper.poll() is not None:
+                    raise LocalClusterError(
+                        f"cluster {self.name} ended while it started; {log}:\n{tail(log)}\n"
+                        f"{self.paths.logs}/control.log:\n{tail(self.paths.logs / 'control.log')}"
+                    )
+                with contextlib.suppress(OSError):
+                    status = channel.request(self.paths.socket, verb="status")
+                    if status["phase"] == "ready":
+                        return
+                    if status["phase"] == "failed":
+                        raise LocalClusterError(f"cluster {self.name} did not start: {status['problem']}")
+                    step.note(f"waiting for {status['step']}")
+                if time.monotonic() > deadline:
+                    raise WaitTimeoutError(
+                        f"cluster {self.name} is not up after {timeout_s:g} s: {step.line()}; logs in {self.paths.logs}"
+                    )
+                time.sleep(POLL_S)
+
+    def _release_lifeline(self) -> None:
+        if self._lifeline_fd is not None:
+            os.close(self._lifeline_fd)
+            self._lifeline_fd = None
+
+    def _wait_for_keeper(self, timeout_s: float = 30) -> None:
+        """Wait until the keeper has removed the cluster's traces; it may be a child of ours or not."""
+        deadline = time.monotonic() + timeout_s
+        while keeper_process(self.paths) and (self._keeper is None or self._keeper.poll() is None):
+            if time.monotonic() > deadline:
+                raise LocalClusterError(
+                    f"the keeper of cluster {self.name} does not end; see {cache_dir()}/logs/keeper-{self.name}.log"
+                )
+            time.sleep(0.02)
+        if self._keeper is not None:
+            self._keeper.wait(timeout_s)
+
+    def down(self) -> None:
+        """End the cluster and remove everything of it but its logs; no effect if there is none."""
+        self._release_lifeline()
+        if keeper := keeper_process(self.paths):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(keeper, signal.SIGTERM)
+        self._wait_for_keeper()
+        with file_lock(self.paths.lock):
+            if keeper_process(self.paths):
+                return  # a new cluster of this name has started meanwhile
+            if control := control_process(self.paths):
+                os.kill(control, signal.SIGKILL)
+            remove_traces(self.paths)
+
+
+class ExistingCluster(Kube):
+    """A cluster that this package did not start, by its kubeconfig."""
+
+    def __init__(self, kubeconfig: Path) -> None:
+        if not kubeconfig.is_file():
+            raise LocalClusterError(f"kubeconfig {kubeconfig} is not a file; correct KUBECONFIG or unset it")
+        self.kubeconfig = kubeconfig.resolve()
+
+    def command(self, argv: Sequence[str], node: int | None = None) -> list[str]:
+        if node is not None:
+            raise LocalClusterError(
+                f"{self.kubeconfig} names an existing cluster; commands on its nodes are not possible"
+            )
+        return list(argv)
+
+    def command_env(self) -> dict[str, str]:
+        return environment(KUBECONFIG=str(self.kubeconfig))
+
+    def __getattr__(self, name: str) -> Any:
+        if hasattr(Cluster, name):
+            raise LocalClusterError(f"{self.kubeconfig} names an existing cluster; {name} works on a local one only")
+        raise AttributeError(name)
+
+
+def check_machine() -> None:
+    """Raise LocalClusterError where no local cluster can run."""
+    if sys.platform != "linux":
+        raise LocalClusterError(
+            f"the local cluster needs Linux, this is {sys.platform}; use KUBECONFIG for another cluster"
+        )
+    if os.geteuid() != 0:
+        raise LocalClusterError("the local cluster needs root for namespaces, mounts and cgroups; run it as root")
+    try:
+        run([*UNSHARE, "true"])
+    except LocalClusterError as error:
+        raise LocalClusterError(
+            f"new namespaces cannot be made here: {error}; in a container, run it privileged"
+        ) from error
+
+
+def running_clusters() -> list[str]:
+    """Names of clusters that run or start now."""
+    folder = cache_dir() / "clusters"
+    names = sorted(path.name for path in folder.iterdir() if path.is_dir()) if folder.exists() else []
+    return [name for name in names if keeper_process(ClusterPaths(name)) or control_process(ClusterPaths(name))]

@@ -1,0 +1,88 @@
+"""Progress of long steps: a live line on a terminal, growing lines in a log, never two seconds of silence."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+
+TICK_S = 1.8
+SECONDS_PER_NOTE = 30
+
+
+def format_seconds(seconds: float) -> str:
+    """Seconds for people: `7.3 s`, `48 s`, `4 min 5 s`."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    return f"{seconds:.0f} s" if seconds < 120 else f"{int(seconds) // 60} min {int(seconds) % 60} s"
+
+
+class Step:
+    """One running step. `note` replaces the text beside its title."""
+
+    def __init__(self, title: str, expected_s: float | None) -> None:
+        self.title = title
+        self._expected_s = expected_s
+        self._start = time.monotonic()
+        self._note = ""
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self._start
+
+    def note(self, text: str) -> None:
+        self._note = text
+
+    def line(self) -> str:
+        expected = f" of about {format_seconds(self._expected_s)}" if self._expected_s else ""
+        note = f" - {self._note}" if self._note else ""
+        return f"{self.title} ({format_seconds(self.elapsed_s)}{expected}){note}"
+
+
+class Progress:
+    """Writes steps to standard error, so that standard output stays clean for results."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console(stderr=True, highlight=False)
+
+    def say(self, text: str) -> None:
+        self._console.print(text, markup=False)
+
+    @contextmanager
+    def step(self, title: str, *, expected_s: float | None = None) -> Iterator[Step]:
+        """Show a step while the block runs, then how long it took and whether it failed."""
+        step = Step(title, expected_s)
+        finished = threading.Event()
+        show = self._show_live if self._console.is_terminal else self._show_log
+        ticker = threading.Thread(target=show, args=(step, finished), daemon=True)
+        ticker.start()
+        mark = "[red]failed[/]"
+        try:
+            yield step
+            mark = "[green]done[/]"
+        finally:
+            finished.set()
+            ticker.join()
+            self._console.print(f"{step.title}: {mark} in {format_seconds(step.elapsed_s)}")
+
+    def _show_live(self, step: Step, finished: threading.Event) -> None:
+        with self._console.status(step.line()) as status:
+            while not finished.wait(0.2):
+                status.update(step.line())
+
+    def _show_log(self, step: Step, finished: threading.Event) -> None:
+        """Dots, and now and then a line with the time, because a log cannot be rewritten."""
+        if finished.wait(TICK_S):
+            return
+        self._console.print(step.line(), end=" ", markup=False)
+        next_note_s = step.elapsed_s + SECONDS_PER_NOTE
+        while not finished.wait(TICK_S):
+            if step.elapsed_s < next_note_s:
+                self._console.print(".", end="", markup=False)
+            else:
+                self._console.print(f"\n{step.line()}", end=" ", markup=False)
+                next_note_s = step.elapsed_s + SECONDS_PER_NOTE
+        self._console.print("")
