@@ -144,9 +144,9 @@ _CONTAINER_STATUS = ("name", "ready", "restartCount", "state", "lastState")
 
 def _trim_pod(pod: Document) -> Document:
     status = {name: value for name, value in pod.get("status", {}).items() if name in _POD_STATUS}
-    for containers in ("containerStatuses", "initContainerStatuses"):
-        if containers in status:
-            status[containers] = [_pick(container, _CONTAINER_STATUS) for container in status[containers]]
+    for kind in ("containerStatuses", "initContainerStatuses"):
+        if kind in status:
+            status[kind] = [_pick(container, _CONTAINER_STATUS) for container in status[kind]]
     spec = pod.get("spec", {})
     containers = [{"name": one["name"], "resources": one.get("resources", {})} for one in spec.get("containers", ())]
     return {

@@ -1,0 +1,59 @@
+"""Pure: which outdated groups may be replaced now, and what all groups of a deployment do in one look."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from kimi_operator.api.deployment import Role
+from kimi_operator.api.status import GroupState
+from kimi_operator.decide.evidence import Scene
+from kimi_operator.decide.groups import GroupDecision, GroupPolicy, GroupWanted, decide_group
+from kimi_operator.observe import GroupSeen
+from kimi_operator.render.names import GroupKey
+
+
+def decide_groups(
+    wanted: Sequence[GroupWanted],
+    seen: Mapping[GroupKey, GroupSeen],
+    scene: Scene,
+    policy: GroupPolicy,
+    *,
+    paused: bool,
+) -> dict[GroupKey, GroupDecision]:
+    """Decide for every wanted group. Groups that exist and are not wanted are not in the answer: see `surplus`."""
+
+    def look(group: GroupWanted, *, may_roll: bool) -> GroupDecision:
+        return decide_group(group, seen.get(group.key), scene, policy, may_roll=may_roll)
+
+    decisions = {group.key: look(group, may_roll=False) for group in wanted}
+    rolling = set() if paused else next_to_roll(wanted, seen, decisions)
+    return decisions | {group.key: look(group, may_roll=True) for group in wanted if group.key in rolling}
+
+
+def next_to_roll(
+    wanted: Sequence[GroupWanted], seen: Mapping[GroupKey, GroupSeen], decisions: Mapping[GroupKey, GroupDecision]
+) -> set[GroupKey]:
+    """Outdated groups to replace now: all that serve nobody; else one, when every updated group is ready.
+
+    Groups take turns by index, prefill before decode, so that with two groups a role a pair of equal revisions is
+    always there.
+    """
+    outdated = {group.key for group in wanted if group.key in seen and seen[group.key].revision != group.revision}
+    idle = {key for key in outdated if decisions[key].state is not GroupState.READY}
+    if idle:
+        return idle
+    if any(decisions[group.key].state is not GroupState.READY for group in wanted if group.key not in outdated):
+        return set()
+    return set(sorted(outdated, key=_turn)[:1])
+
+
+def surplus(wanted: Sequence[GroupWanted], seen: Mapping[GroupKey, GroupSeen], owner_uid: str) -> list[GroupSeen]:
+    """Groups of this owner that the spec no longer asks for, to be deleted."""
+    keys = {group.key for group in wanted}
+    return [
+        group for key, group in seen.items() if key not in keys and group.owner_uid == owner_uid and not group.deleting
+    ]
+
+
+def _turn(key: GroupKey) -> tuple[int, int]:
+    return key.group, list(Role).index(key.role)
