@@ -150,6 +150,23 @@ class WorkerSettings(Section):
         return self
 
 
+def standalone_settings(checkpoint: Path, port: int) -> WorkerSettings:
+    """One rank that does everything, for development and as the comparison of a disaggregated service."""
+    max_model_len, max_num_seqs, page_size_tokens = 8192, 8, 64
+    return WorkerSettings(
+        deployment="standalone",
+        role=Role.BOTH,
+        model=ModelSettings(checkpoint=checkpoint, served_name="kimi-k3", max_model_len=max_model_len),
+        limits=LimitSettings(
+            max_num_seqs=max_num_seqs,
+            num_pages=max_num_seqs * max_model_len // page_size_tokens,
+            page_size_tokens=page_size_tokens,
+            num_state_slots=max_num_seqs,
+        ),
+        ports=PortSettings(api=port),
+    )
+
+
 class RouterSettings(Section):
     deployment: str
     served_name: str
@@ -229,3 +246,13 @@ def pod_identity() -> PodIdentity:
             f"environment POD_NAME: must end in -<ordinal> (got {os.environ.get('POD_NAME')!r})"
         ) from error
     return identity
+
+
+def child_environment(settings: WorkerSettings, identity: PodIdentity) -> dict[str, str]:
+    """The environment of the pod's other processes: this one's, and what libraries read before our code runs."""
+    threads = str(settings.runtime.threads_per_rank)
+    extra = {"KIMI_RUN_DIR": str(identity.run_dir), "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
+    if settings.runtime.device == "cpu":
+        # A process that may be cut off must have no way in but its connections: no shared memory.
+        extra |= {"UCX_TLS": os.environ.get("UCX_TLS", "tcp,self")}
+    return {**os.environ, **extra}

@@ -95,7 +95,11 @@ class LaneEngine:
         """`facts` holds what never changes of the state that the lane reports."""
         self.scheduler = scheduler
         self.effects: list[Effect] = []
+        self.is_assembled = False
+        """Whether the lane's whole group has started."""
         self.is_draining = False
+        self.is_drained = False
+        """Whether no lane of the group has anything left to do."""
         self._facts = facts
         self._decode = decode
         self._prefill = prefill
@@ -113,6 +117,11 @@ class LaneEngine:
         """Whether the transport of the lane's ranks must be polled."""
         decode = self._decode is not None and self._decode.num_open + self._decode.num_quarantined > 0
         return decode or (self._prefill is not None and self._prefill.num_open > 0)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is left that a peer or a client waits for."""
+        return self.scheduler.num_requests == 0 and not self.is_transferring
 
     @property
     def next_deadline(self) -> float | None:
@@ -153,8 +162,8 @@ class LaneEngine:
             deadline = side.next_deadline() if side is not None else None
             if side is not None and deadline is not None and deadline <= now:
                 self._perform(side.tick(now), now)
-        if self._decode is not None:
-            for request in self.scheduler.reserve_handoffs():
+        while self._decode is not None and (requests := self.scheduler.reserve_handoffs()):
+            for request in requests:
                 self._begin(request, now)
 
     def complete(self, shares: Sequence[Share], sampled: Sequence[SampledToken | None], now: float) -> None:
@@ -170,11 +179,11 @@ class LaneEngine:
         self._num_steps += 1
         self._step_s = seconds
 
-    def publish_state(self) -> None:
-        """Tell every watcher that has not seen the lane's books as they are."""
+    def publish_state(self, *, is_due: bool) -> None:
+        """Tell every watcher that has not seen the lane's books as they are; all of them when it `is_due`."""
         state = self.state()
         for client, seen in self._watchers.items():
-            if seen is None or _without_steps(seen) != _without_steps(state):
+            if is_due or seen is None or _without_steps(seen) != _without_steps(state):
                 self._watchers[client] = state
                 self.effects.append(ToClient(client, state))
 
@@ -183,7 +192,7 @@ class LaneEngine:
         open_transfers = sum(side.num_open for side in (self._decode, self._prefill) if side is not None)
         return msgspec.structs.replace(
             self._facts,
-            ready=not self.is_draining,
+            ready=self.is_assembled and not self.is_draining,
             running=scheduler.num_running,
             waiting=scheduler.num_waiting,
             reserved=scheduler.num_owning + memory.num_quarantined,
@@ -194,13 +203,17 @@ class LaneEngine:
             quarantined=memory.num_quarantined,
             steps=self._num_steps,
             step_s=self._step_s,
+            preemptions=scheduler.num_preemptions,
+            draining=self.is_draining,
+            drained=self.is_drained,
         )
 
     # Clients
 
     def _submit(self, client: bytes, message: Submit, now: float) -> None:
-        if self.is_draining:
-            self._fail(client, message.request_id, "draining", "this pod is going away; another one may answer")
+        if self.is_draining or not self.is_assembled:
+            reason = "is going away" if self.is_draining else "is still starting"
+            self._fail(client, message.request_id, "draining", f"this pod {reason}; another one may answer")
             return
         if message.prefill is not None and self._decode is None:
             self._fail(client, message.request_id, "engine_error", "this pod's role takes no handoffs")
@@ -285,7 +298,7 @@ class LaneEngine:
             prefill=caller.prefill,
             token_ids=request.token_ids,
             sampling=msgspec.structs.replace(request.sampling, seed=request.seed),
-            page_ids=list(request.memory.pages),
+            page_ids=[int(page) for page in request.memory.pages],
             slot=request.memory.slot.index,
         )
         self._perform(self._decode.begin(handoff, now), now)
@@ -306,7 +319,7 @@ class LaneEngine:
         assert self._prefill is not None
         request = _request(_transfer_id(action.key), action.token_ids, action.sampling, Goal.PREFILL)
         if self.is_draining:
-            self._perform(self._prefill.fail(action.key, "draining", "this prefill pod is going away", now), now)
+            self._perform(self._prefill.fail(action.key, "draining", "the prefill pod is going away", now), now)
             return
         try:
             self.scheduler.submit(request)
@@ -324,7 +337,7 @@ class LaneEngine:
             self._perform(self._prefill.fail(key, "engine_error", "the model's logits are not finite", now), now)
             return
         assert request.memory is not None
-        pages, slot = list(request.memory.pages), request.memory.slot.index
+        pages, slot = [int(page) for page in request.memory.pages], request.memory.slot.index
         self._perform(self._prefill.computed(key, pages, slot, token, now), now)
 
 

@@ -7,7 +7,8 @@ contributes; each lane knows that from the sum which the step begins with, so it
 
 Why no wake-up is lost: every lane lives through every wave, in order. A lane that finds work after wave n has ended
 for it asks for n + 1; either that wave has begun and its Wake is on the way, or this request begins it. A Wake that
-overtakes the end of the wave before it is kept. Why no lane is alone in a collective: a wave has one Wake for every lane.
+overtakes the end of the wave before it is kept. Why no lane is alone in a collective: a wave has one Wake for every
+lane.
 """
 
 from dataclasses import dataclass

@@ -129,6 +129,12 @@ class LaneState(Struct, frozen=True, tag="lane"):
     steps: int = 0
     step_s: float = 0.0
     """Duration of the last step, in seconds."""
+    preemptions: int = 0
+    """Requests whose memory was taken away, to be computed anew, since the start."""
+    draining: bool = False
+    """Nothing new is accepted; the whole group drains together."""
+    drained: bool = False
+    """No lane of the group has anything left to do: its pods may end."""
 
 
 ToEngine: TypeAlias = Watch | Submit | Cancel | Drain

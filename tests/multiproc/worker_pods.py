@@ -1,0 +1,334 @@
+"""Real worker pods on this machine: supervisors with all their processes, driven over the lanes' own sockets."""
+
+import base64
+import contextlib
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import msgspec
+import zmq
+from kimi_worker.protocol.engine import (
+    Admitted,
+    Cancel,
+    Failed,
+    FromEngine,
+    LaneState,
+    Output,
+    Sampling,
+    Submit,
+    ToEngine,
+    Watch,
+    api_socket,
+)
+
+START_S = 120.0
+"""For a pod to become ready; eight processes import torch on two cores."""
+END_S = 30.0
+ROOT = Path(__file__).resolve().parents[2]
+FIRST_SPECIAL = 256
+VOCABULARY = 288
+
+
+def load_module(path: Path) -> ModuleType:
+    """A module of another test folder, by path."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def write_random_checkpoint(folder: Path) -> None:
+    """A random small Kimi-K3 with a tokenizer of single bytes."""
+    factory = load_module(ROOT / "tests/worker/model/checkpoint_factory.py")
+    config = factory.config_json()
+    config["text_config"]["vocab_size"] = VOCABULARY
+    config |= {"eos_token_id": FIRST_SPECIAL + 2, "bos_token_id": FIRST_SPECIAL, "pad_token_id": FIRST_SPECIAL + 7}
+    config["media_placeholder_token_id"] = FIRST_SPECIAL + 6
+    factory.write_checkpoint(folder, config=config)
+    ranks = [f"{base64.b64encode(bytes([byte])).decode()} {byte}\n" for byte in range(256)]
+    (folder / "tiktoken.model").write_text("".join(ranks))
+    names = ["[BOS]", "[EOS]", "<|end_of_msg|>", "<|open|>", "<|close|>", "<|sep|>"]
+    added = {str(FIRST_SPECIAL + at): {"content": name, "special": True} for at, name in enumerate(names)}
+    (folder / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": added, "eos_token": "[EOS]"}))
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody uses now, different ones."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [server.getsockname()[1] for server in sockets]
+
+
+def wait_until(condition: Callable[[], object], timeout_s: float, what: str) -> None:
+    """Poll a condition until it holds. Raises AssertionError at the deadline."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
+        time.sleep(0.02)
+
+
+@dataclass
+class Answer:
+    """What has come for one request so far."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float | None] = field(default_factory=list)
+    admitted: bool = False
+    finish_reason: str | None = None
+    failed: Failed | None = None
+    handoff_bytes: int = 0
+
+    @property
+    def is_done(self) -> bool:
+        return self.finish_reason is not None or self.failed is not None
+
+
+class LaneClient:
+    """A client of one lane, as the API process is one."""
+
+    def __init__(self, run_dir: Path, lane: int = 0) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.connect(api_socket(run_dir, lane))
+        self._decoder = msgspec.msgpack.Decoder(FromEngine)
+        self.state: LaneState | None = None
+        self.answers: dict[str, Answer] = {}
+        self._num_requests = 0
+        self.send(Watch())
+
+    def send(self, message: ToEngine) -> None:
+        self._socket.send(msgspec.msgpack.encode(message))
+
+    def submit(self, prompt: list[int], prefill: str | None = None, **sampling: Any) -> str:
+        self._num_requests += 1
+        request_id = f"{id(self):x}-{self._num_requests}"
+        values = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True} | sampling
+        self.answers[request_id] = Answer()
+        self.send(Submit(request_id, prompt, Sampling(**values), prefill))
+        return request_id
+
+    def cancel(self, request_id: str) -> None:
+        self.send(Cancel(request_id))
+
+    def receive(self, timeout_s: float) -> None:
+        """Take what has arrived, waiting for a first message at most so long."""
+        wait_ms = int(timeout_s * 1000)
+        while self._socket.poll(wait_ms):
+            self._take(self._decoder.decode(self._socket.recv()))
+            wait_ms = 0
+
+    def _take(self, message: FromEngine) -> None:
+        match message:
+            case LaneState():
+                self.state = message
+            case Admitted(request_id):
+                self.answers[request_id].admitted = True
+            case Failed(request_id):
+                self.answers[request_id].failed = message
+            case Output():
+                answer = self.answers[message.request_id]
+                assert not answer.is_done, "tokens after the end"
+                answer.tokens += [token.token_id for token in message.tokens]
+                answer.logprobs += [token.logprob for token in message.tokens]
+                answer.finish_reason = message.finish_reason
+                answer.handoff_bytes = message.handoff_bytes
+
+    def wait(self, condition: Callable[[], object], timeout_s: float = END_S, what: str = "") -> None:
+        """Receive until the condition holds. Raises AssertionError at the deadline."""
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline, f"not within {timeout_s} s: {what or condition}; state {self.state}"
+            self.receive(0.05)
+
+    def finish(self, request_ids: Iterable[str], timeout_s: float = END_S) -> list[Answer]:
+        """Wait for the last token of each request."""
+        answers = [self.answers[request_id] for request_id in request_ids]
+        self.wait(lambda: all(answer.is_done for answer in answers), timeout_s, "answers")
+        return answers
+
+    def wait_ready(self, timeout_s: float = START_S) -> None:
+        self.wait(lambda: self.state is not None and self.state.ready, timeout_s, "the lane is ready")
+
+    def wait_idle(self, timeout_s: float = END_S) -> None:
+        """Every gauge is back where it was before the first request."""
+
+        def is_idle() -> bool:
+            state = self.state
+            return (
+                state is not None
+                and (state.running, state.waiting, state.reserved, state.transfers) == (0, 0, 0, 0)
+                and (state.quarantined, state.queued_tokens) == (0, 0)
+                and (state.free_pages, state.free_slots) == (state.num_pages, state.num_slots)
+            )
+
+        self.wait(is_idle, timeout_s, "all gauges at rest")
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+class Pod:
+    """One supervisor with its processes. `stop` or `kill` it; the factory does so at the end of a test otherwise."""
+
+    def __init__(self, settings: dict[str, Any], ordinal: int, name: str) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="kimi-pod-"))
+        self.run_dir = self.folder / "run"
+        self.settings = settings
+        self.ordinal = ordinal
+        self.log = self.folder / "log"
+        self._path = self.folder / "worker.json"
+        self._path.write_text(json.dumps(settings))
+        self._termination = self.folder / "termination"
+        self._termination.touch()
+        self._env = {
+            **{key: value for key, value in os.environ.items() if not key.startswith("KIMI_")},
+            "KIMI_SETTINGS": str(self._path),
+            "KIMI_RUN_DIR": str(self.run_dir),
+            "KIMI_TERMINATION_LOG": str(self._termination),
+            "POD_NAME": f"{name}-{ordinal}",
+            "POD_IP": "127.0.0.1",
+        }
+        self._clients: list[LaneClient] = []
+        self.start()
+
+    def start(self) -> None:
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "kimi_worker", "serve"], env=self._env, stdout=log, stderr=log
+            )
+
+    @property
+    def message(self) -> str:
+        """The termination message."""
+        return self._termination.read_text()
+
+    def client(self, lane: int = 0) -> LaneClient:
+        client = LaneClient(self.run_dir, lane)
+        self._clients.append(client)
+        return client
+
+    def wait_ready(self) -> list[LaneClient]:
+        """A client of each lane, once all are ready."""
+        parallel = self.settings["parallel"]
+        clients = [self.client(lane) for lane in range(parallel["ranks_per_node"] // parallel["tensor_parallel"])]
+        try:
+            for client in clients:
+                client.wait(
+                    lambda c=client: (c.state is not None and c.state.ready) or self.process.poll() is not None, START_S
+                )
+                assert self.process.poll() is None, f"the pod has ended: {self.message}"
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.log.read_text()[-4000:]}") from None
+        return clients
+
+    def children(self) -> dict[str, int]:
+        """Pids of the pod's processes by name."""
+        found = {}
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit():
+                continue
+            with contextlib.suppress(OSError, IndexError):
+                words = (entry / "cmdline").read_bytes().decode().split("\0")
+                if f"{self.process.pid}" == words[words.index("--parent") + 1] and "kimi_worker" in words:
+                    is_rank = "rank" in words
+                    found[f"rank-{words[words.index('rank') + 1]}" if is_rank else "api"] = int(entry.name)
+                continue
+            with contextlib.suppress(ValueError):
+                continue
+        return found
+
+    def wait_end(self, timeout_s: float = END_S) -> int:
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"the pod did not end within {timeout_s} s\n{self.log.read_text()[-4000:]}") from None
+
+    def terminate(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+
+    def close(self) -> None:
+        """End everything and remove the files."""
+        for client in self._clients:
+            client.close()
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def pod_settings(checkpoint: Path, **changes: dict[str, Any] | str) -> dict[str, Any]:
+    """Settings of a small pod; `changes` are merged into the sections they name."""
+    api, rendezvous, coordinator, handoff = free_ports(4)
+    settings: dict[str, Any] = {
+        "deployment": "test",
+        "role": "both",
+        "model": {"checkpoint": str(checkpoint), "served_name": "tiny", "max_model_len": 1024},
+        "parallel": {"nodes_per_group": 1, "ranks_per_node": 1, "tensor_parallel": 1},
+        "limits": {
+            "max_num_seqs": 4,
+            "max_queued": 8,
+            "max_num_batched_tokens": 64,
+            "num_pages": 80,
+            "page_size_tokens": 16,
+            "num_state_slots": 6,
+        },
+        "ports": {"api": api, "rendezvous": rendezvous, "coordinator": coordinator, "handoff": handoff},
+        "timeouts": {"group_start_s": 120.0, "collective_s": 30.0, "drain_s": 20.0},
+    }
+    for section, change in changes.items():
+        settings[section] = {**settings.get(section, {}), **change} if isinstance(change, dict) else change
+    return settings
+
+
+class Pods:
+    """Starts pods and ends all of them."""
+
+    def __init__(self) -> None:
+        self._pods: list[Pod] = []
+
+    def start(self, settings: dict[str, Any], ordinal: int = 0, name: str = "test") -> Pod:
+        pod = Pod(settings, ordinal, name)
+        self._pods.append(pod)
+        return pod
+
+    def start_group(self, settings: dict[str, Any], name: str = "test") -> list[Pod]:
+        """One pod for each node of the group; each gets API and handoff ports of its own."""
+        pods = []
+        for ordinal in range(settings["parallel"]["nodes_per_group"]):
+            api, *handoff = free_ports(3)
+            own = {**settings, "ports": {**settings["ports"], "api": api, "handoff": handoff[0]}}
+            pods.append(self.start(own, ordinal, name))
+        return pods
+
+    def close(self) -> None:
+        for pod in self._pods:
+            pod.close()
+
+    def __enter__(self) -> "Pods":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def processes_of(pids: Iterable[int]) -> Iterator[int]:
+    """Those of the pids that still run (zombies do not)."""
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+                yield pid

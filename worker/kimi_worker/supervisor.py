@@ -1,0 +1,245 @@
+"""Process 1 of a worker pod: starts the ranks and the API process, and ends all of them when one ends.
+
+A group's collectives cannot be resumed, so nothing is restarted here: the pod says why it ends, and the operator
+replaces the whole group. Children are killed by the kernel when this process dies.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import structlog
+import zmq
+
+from kimi_worker.processes import read_last_words
+from kimi_worker.protocol.engine import Drain, FromEngine, LaneState, ToEngine, Watch, api_socket
+from kimi_worker.settings import PodIdentity, WorkerSettings, child_environment
+
+log = structlog.get_logger()
+
+BLAME_S = 0.3
+"""After a process has failed: time for the one that caused it to say so."""
+API_GRACE_S = 10.0
+"""For the API process to send what it still has, once the lanes are empty."""
+MAX_MESSAGE_BYTES = 4000
+"""Kubernetes keeps 4096 bytes of a termination message."""
+
+
+class PodFailedError(Exception):
+    """A process of the pod has ended; the message says which and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Child:
+    """A process of the pod. `process` names its files and logs, `name` is for people."""
+
+    process: str
+    name: str
+    popen: "subprocess.Popen[bytes]"
+    pidfd: int
+
+
+class Supervisor:
+    """Owns the pod's processes from `run` until it returns."""
+
+    def __init__(self, settings: WorkerSettings, identity: PodIdentity, settings_path: Path) -> None:
+        self._settings = settings
+        self._identity = identity
+        self._settings_path = settings_path
+        self._children: list[Child] = []
+        self._states: dict[int, LaneState] = {}
+        self._drain_until: float | None = None
+        self._context = zmq.Context()
+        self._poller = zmq.Poller()
+        self._lanes: list[zmq.Socket[bytes]] = []
+        self._signals, signal_writer = socket.socketpair()
+        self._signals.setblocking(False)
+        signal_writer.setblocking(False)
+        signal.set_wakeup_fd(signal_writer.fileno())
+        self._signal_writer = signal_writer
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: None)
+        self._poller.register(self._signals, zmq.POLLIN)
+
+    def run(self) -> None:
+        """Start everything and return once the pod has been told to end and is drained. Raises PodFailedError."""
+        try:
+            self._start()
+            while not self._is_over():
+                self._poller.poll(self._wait_ms())
+                self._take_signals()
+                self._take_states()
+                self._check_children()
+            self._end_api()
+        finally:
+            self._kill_all()
+            self._context.destroy(linger=0)
+
+    def _start(self) -> None:
+        parallel = self._settings.parallel
+        for local in range(parallel.ranks_per_node):
+            rank = self._identity.ordinal * parallel.ranks_per_node + local
+            self._spawn(f"rank-{local}", f"rank {rank}", ["rank", str(local)])
+        self._spawn("api", "api", ["api"])
+        for lane in range(parallel.lanes_per_node):
+            link = self._context.socket(zmq.DEALER)
+            link.connect(api_socket(self._identity.run_dir, lane))
+            link.send(_encode(Watch()))
+            self._poller.register(link, zmq.POLLIN)
+            self._lanes.append(link)
+
+    def _spawn(self, process: str, name: str, arguments: list[str]) -> None:
+        command = [sys.executable, "-P", "-m", "kimi_worker", *arguments, "--parent", str(os.getpid())]
+        popen = subprocess.Popen(
+            [*command, "--settings", str(self._settings_path)],
+            env=child_environment(self._settings, self._identity),
+            stdin=subprocess.DEVNULL,
+            # A session of its own: a signal to the terminal or the group of this process is not for the children.
+            start_new_session=True,
+        )
+        pidfd = os.pidfd_open(popen.pid)
+        self._children.append(Child(process, name, popen, pidfd))
+        self._poller.register(pidfd, zmq.POLLIN)
+
+    def _is_over(self) -> bool:
+        """Whether the pod was told to end and no lane of its group has anything left to do."""
+        if self._drain_until is None:
+            return False
+        if not self._is_serving():
+            return True
+        return all(state.drained for state in self._states.values())
+
+    def _is_serving(self) -> bool:
+        """Whether every lane has ever been ready; a pod that has not started yet has nothing to drain."""
+        states = self._states.values()
+        return len(states) == len(self._lanes) and all(state.ready or state.draining for state in states)
+
+    def _wait_ms(self) -> int | None:
+        if self._drain_until is None:
+            return None
+        return max(0, int((self._drain_until - time.monotonic()) * 1000))
+
+    def _take_signals(self) -> None:
+        try:
+            numbers = self._signals.recv(64)
+        except BlockingIOError:
+            numbers = b""
+        for number in numbers:
+            if self._drain_until is not None:
+                raise PodFailedError(f"told to end twice (the second time by {signal.Signals(number).name})")
+            log.info("pod_draining", signal=signal.Signals(number).name, seconds=self._settings.timeouts.drain_s)
+            self._drain_until = time.monotonic() + self._settings.timeouts.drain_s
+            for link in self._lanes:
+                link.send(_encode(Drain()))
+        if self._drain_until is not None and time.monotonic() >= self._drain_until and not self._is_over():
+            left = sum(state.running + state.waiting + state.reserved for state in self._states.values())
+            raise PodFailedError(f"{left} requests were still under way after {self._settings.timeouts.drain_s:g} s")
+
+    def _take_states(self) -> None:
+        was_serving = self._is_serving()
+        for lane, link in enumerate(self._lanes):
+            while link.poll(0):
+                message = msgspec.msgpack.decode(link.recv(), type=FromEngine)
+                assert isinstance(message, LaneState)
+                self._states[lane] = message
+        if self._is_serving() and not was_serving:
+            log.info("pod_ready", lanes=len(self._lanes))
+
+    def _check_children(self) -> None:
+        """Raises PodFailedError when one has ended."""
+        ended = [child for child in self._children if child.popen.poll() is not None]
+        if not ended or self._is_over():
+            return
+        raise PodFailedError(self._blame(ended[0]))
+
+    def _blame(self, first: Child) -> str:
+        """The message of the process that caused the end, which need not be the first to be seen dead."""
+        deadline = time.monotonic() + BLAME_S
+        while True:
+            said = {child.process: read_last_words(self._identity.run_dir, child.process) for child in self._children}
+            causes = [words for words in said.values() if words is not None and not words.is_consequence]
+            if causes:
+                return causes[0].message
+            silent = [child for child in self._children if child.popen.poll() is not None and not said[child.process]]
+            if silent:
+                return f"{silent[0].name}: {_exit_text(silent[0].popen.returncode)}"
+            if time.monotonic() >= deadline:
+                words = said[first.process]
+                return words.message if words is not None else f"{first.name}: {_exit_text(first.popen.returncode)}"
+            time.sleep(0.02)
+
+    def _end_api(self) -> None:
+        """Let the API process send the last answers."""
+        [api] = [child for child in self._children if child.process == "api"]
+        api.popen.terminate()
+        try:
+            api.popen.wait(API_GRACE_S)
+        except subprocess.TimeoutExpired:
+            log.warning("api_process_killed", waited_s=API_GRACE_S)
+
+    def _kill_all(self) -> None:
+        for child in self._children:
+            if child.popen.poll() is None:
+                # Its whole session: libraries may have started helpers.
+                os.killpg(child.popen.pid, signal.SIGKILL)
+        for child in self._children:
+            child.popen.wait()
+            os.close(child.pidfd)
+
+
+def run_pod(settings: WorkerSettings, identity: PodIdentity, settings_path: Path) -> int:
+    """Run the pod's processes; the exit status. The reason of a failure is left as the termination message."""
+    mark = identity.run_dir / "started"
+    if mark.exists():
+        return _wait_for_replacement(identity)
+    try:
+        identity.run_dir.mkdir(parents=True, exist_ok=True)
+        mark.write_text(f"generation {identity.generation}\n")
+    except OSError as error:
+        leave_message(identity, f"{mark}: {error.strerror}; mount a writable emptyDir there or set KIMI_RUN_DIR")
+        return 1
+    try:
+        Supervisor(settings, identity, settings_path).run()
+    except PodFailedError as error:
+        log.error("pod_failed", error=str(error))
+        leave_message(identity, str(error))
+        return 1
+    log.info("pod_ended")
+    return 0
+
+
+def leave_message(identity: PodIdentity, message: str) -> None:
+    """Write the pod's termination message, one line, and say it on stderr."""
+    line = " ".join(message.split())
+    print(f"kimi-worker: {line}", file=sys.stderr, flush=True)  # noqa: T201 - the last line of the log
+    try:
+        # Not created: only Kubernetes knows a path where somebody looks.
+        with identity.termination_log.open("r+b") as file:
+            file.write(line.encode()[:MAX_MESSAGE_BYTES])
+            file.truncate()
+    except FileNotFoundError:
+        log.info("no_termination_log", path=str(identity.termination_log))
+    except OSError as error:
+        log.warning("termination_log_not_written", path=str(identity.termination_log), error=str(error))
+
+
+def _wait_for_replacement(identity: PodIdentity) -> int:
+    """A container that is restarted in place is alone, its group is gone: wait, not ready, to be deleted."""
+    log.warning("container_restarted_in_place", run_dir=str(identity.run_dir), generation=identity.generation)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
+    signal.sigwait({signal.SIGTERM, signal.SIGINT})
+    return 0
+
+
+def _exit_text(status: int) -> str:
+    return f"killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+
+
+def _encode(message: ToEngine) -> bytes:
+    return msgspec.msgpack.encode(message)
