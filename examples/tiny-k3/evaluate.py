@@ -11,10 +11,10 @@ import time
 from pathlib import Path
 
 import torch
-from chat import ChatTokenizer
-from checkpoint import load_checkpoint
 from kimi_operator.cli.haystack import Needle, make_run
-from model import TinyK3
+from tiny_k3.chat import ChatTokenizer
+from tiny_k3.checkpoint import load_checkpoint
+from tiny_k3.model import TinyK3
 
 LENGTHS = (256, 512, 1024, 2048, 4096)
 

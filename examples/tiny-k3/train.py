@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from data import Batch, Mixture, make_batch
-from model import Moe, TinyK3
-from sizes import Sizes
+from tiny_k3.checkpoint import save_checkpoint
+from tiny_k3.data import Batch, Mixture, make_batch
+from tiny_k3.model import Moe, TinyK3
+from tiny_k3.sizes import Sizes
 from torch import Tensor
 from torch.nn import functional
 
@@ -150,12 +151,14 @@ def train_step(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run-dir", type=Path, required=True, help="log and resumable state")
-    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--steps", type=int, default=5000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--threads", type=int, default=2, help="cores to use; 1 is faster than 2 on a busy machine")
+    parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent, help="folder of the checkpoint")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    train(arguments.run_dir, arguments.steps, arguments.seed)
+    model = train(arguments.run_dir, arguments.steps, arguments.seed)
+    save_checkpoint(model, arguments.out)
 
 
 if __name__ == "__main__":

@@ -5,9 +5,10 @@ Parameters carry the released names below `language_model.`; only the experts ar
 
 import torch
 from kimi_kernels import attn_res, kda, mla, mxfp4, norm, router, situ
-from sizes import Sizes
 from torch import Tensor, nn
 from torch.nn import functional
+
+from tiny_k3.sizes import Sizes
 
 
 class Weight(nn.Module):

@@ -7,8 +7,9 @@ answer, and further turns that only ask. tests/kernels/test_tiny_data.py holds i
 from dataclasses import dataclass
 
 import torch
-from sizes import TOKEN_IDS, WORDS, ids_of
 from torch import Tensor
+
+from tiny_k3.sizes import TOKEN_IDS, WORDS, ids_of
 
 NUM_DIGITS = 6
 FIRST_WORD_ID = TOKEN_IDS[f" {WORDS[0]}".encode()]

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-WORDS_FILE = Path(__file__).resolve().parents[2] / "operator/kimi_operator/cli/words.txt"
+WORDS_FILE = Path(__file__).resolve().parents[3] / "operator/kimi_operator/cli/words.txt"
 WORDS = tuple(WORDS_FILE.read_text(encoding="utf-8").split())
 
 # Every whole-word token beside the 256 single bytes; a token's id is its rank.

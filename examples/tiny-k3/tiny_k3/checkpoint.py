@@ -4,12 +4,13 @@ import json
 from pathlib import Path
 
 import torch
-from chat import write_tokenizer
 from kimi_kernels import mxfp4
-from model import Moe, TinyK3
 from safetensors.torch import load_file, save_file
-from sizes import SPECIAL_IDS, Sizes
 from torch import Tensor
+
+from tiny_k3.chat import write_tokenizer
+from tiny_k3.model import Moe, TinyK3
+from tiny_k3.sizes import SPECIAL_IDS, Sizes
 
 MAX_TOKENS = 8192
 PREFIX = "language_model."

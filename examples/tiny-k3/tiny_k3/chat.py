@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import tiktoken
-from sizes import FIRST_SPECIAL, NUM_SPECIAL, RANKED, SPECIAL_IDS
+
+from tiny_k3.sizes import FIRST_SPECIAL, NUM_SPECIAL, RANKED, SPECIAL_IDS
 
 _LOWER_END = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 _UPPER_START = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
