@@ -1,7 +1,8 @@
 """Train the tiny Kimi-K3 to recall needles; resumable, on one or two CPU cores.
 
-python examples/tiny-k3/train.py --run-dir /tmp/tiny-k3            # train, then write the checkpoint files here
-python examples/tiny-k3/train.py --run-dir /tmp/tiny-k3 --steps N  # goes on from the last save of that folder
+    python examples/tiny-k3/train.py --run-dir /tmp/tiny-k3
+
+A run that was ended goes on from the last save of its folder. At the end the checkpoint is written beside this script.
 """
 
 import argparse
@@ -28,33 +29,35 @@ SAVE_EVERY = 100
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """From this share of all steps on, batches are drawn from these mixtures in turn."""
+    """From this step on, batches are drawn from these mixtures in turn."""
 
-    begins: float
+    first_step: int
     mixtures: tuple[Mixture, ...]
     tokens_per_step: int
 
 
 PHASES = (
-    Phase(0.0, (Mixture(128, 2, 4, 1),), 2560),
-    Phase(0.1, (Mixture(160, 2, 2, 2),), 2560),
-    Phase(0.3, (Mixture(160, 2, 1, 2), Mixture(256, 4, 2, 2), Mixture(320, 6, 2, 3)), 3200),
-    Phase(0.6, (Mixture(256, 6, 0, 2), Mixture(320, 6, 2, 3), Mixture(512, 8, 0, 4), Mixture(512, 4, 0, 4)), 4096),
+    # Needles told again at once: the densest form of the task, where looking a key up is learnt.
+    Phase(0, (Mixture(128, 2, 4, 1),), 2560),
+    # Then the key must be carried from the question through the chat template to the answer.
+    Phase(500, (Mixture(160, 2, 2, 2),), 2560),
+    Phase(700, (Mixture(160, 2, 1, 2), Mixture(256, 4, 2, 2), Mixture(320, 6, 2, 3)), 2560),
+    Phase(1300, (Mixture(256, 6, 0, 2), Mixture(320, 6, 2, 3), Mixture(512, 8, 0, 4), Mixture(512, 4, 0, 4)), 3072),
 )
-DECAY_BEGINS = 0.65
-"""The rate is constant until here and falls to zero in a straight line, so that a run can be made longer midway."""
-ROUNDING_BEGINS = 0.75
-"""From here on the experts are rounded to MXFP4 in the forward pass."""
+NUM_STEPS = 2200
+DECAY_STEPS = 800
+"""The rate is constant until so many steps before the end, then falls to zero in a straight line."""
+ROUNDING_STEPS = 400
+"""In so many last steps the experts are rounded to MXFP4 in the forward pass."""
 
 
 def learning_rate(step: int, num_steps: int) -> float:
-    left = (num_steps - step) / (num_steps * (1 - DECAY_BEGINS))
-    return LEARNING_RATE * min(1.0, (step + 1) / WARMUP_STEPS, left)
+    return LEARNING_RATE * min(1.0, (step + 1) / WARMUP_STEPS, (num_steps - step) / DECAY_STEPS)
 
 
-def draw(step: int, num_steps: int, seed: int) -> Batch:
+def draw(step: int, seed: int) -> Batch:
     """The batch of a step; a function of seed and step alone, so that a resumed run sees the same data."""
-    phase = [phase for phase in PHASES if step >= phase.begins * num_steps][-1]
+    phase = [phase for phase in PHASES if step >= phase.first_step][-1]
     mixture = phase.mixtures[step % len(phase.mixtures)]
     generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
     return make_batch(mixture, phase.tokens_per_step // mixture.tokens, generator)
@@ -130,8 +133,8 @@ def train_step(
         group["lr"] = rate
     for module in model.modules():
         if isinstance(module, Moe):
-            module.rounds_experts = step >= ROUNDING_BEGINS * num_steps
-    batch = draw(step, num_steps, seed)
+            module.rounds_experts = step >= num_steps - ROUNDING_STEPS
+    batch = draw(step, seed)
     digits, endings, right = losses(model, batch)
     optimizer.zero_grad()
     (digits + ENDING_WEIGHT * endings).backward()
@@ -151,7 +154,7 @@ def train_step(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run-dir", type=Path, required=True, help="log and resumable state")
-    parser.add_argument("--steps", type=int, default=5000)
+    parser.add_argument("--steps", type=int, default=NUM_STEPS)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--threads", type=int, default=2, help="cores to use; 1 is faster than 2 on a busy machine")
     parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent, help="folder of the checkpoint")
