@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 from typing import Annotated, Any, Final, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError, WithJsonSchema
@@ -19,6 +20,7 @@ API_VERSION: Final = "kimi-operator.io/v1alpha1"
 QUANTITY_PATTERN = r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?$"
 _SUFFIX_FACTORS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
 _SUFFIX_FACTORS |= {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50}
+_BYTES = re.compile(rf"(?P<amount>[0-9]+(\.[0-9]+)?)(?P<suffix>{'|'.join(_SUFFIX_FACTORS)})")
 
 
 class ApiModel(BaseModel):
@@ -35,21 +37,16 @@ class ApiModel(BaseModel):
 
 
 def parse_bytes(value: object) -> int:
-    """Bytes of a Kubernetes quantity such as 64Mi, 191.98Gi or 13e9 written out; fractions are rounded down.
+    """Bytes of a Kubernetes quantity such as 64Mi, 191.98Gi or 13000000000; fractions of a byte are dropped.
 
     Raises ValueError with what was expected when the text is no quantity.
     """
     if isinstance(value, int) and not isinstance(value, bool):
         return value
-    text = str(value)
-    number = text.rstrip("kKMGTPi")
-    suffix = text[len(number) :]
-    try:
-        amount = Decimal(number)
-        factor = _SUFFIX_FACTORS[suffix]
-    except (InvalidOperation, KeyError):
-        raise ValueError(f"{text!r} is no amount of bytes; write a number with a suffix such as 64Mi or 8Gi") from None
-    return int(amount * factor)
+    match = _BYTES.fullmatch(str(value))
+    if match is None:
+        raise ValueError(f"{value!r} is no amount of bytes; write a number with a suffix such as 64Mi or 8Gi")
+    return int(Decimal(match["amount"]) * _SUFFIX_FACTORS[match["suffix"]])
 
 
 _INT_OR_STRING = {

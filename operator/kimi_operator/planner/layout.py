@@ -90,17 +90,13 @@ def _check_role(a: Architecture, role: Role, spec: RoleSpec, profile: HardwarePr
             f"a divisor of gpusPerNode {spec.gpus_per_node}: a lane never crosses a node",
             f"set it to one of {_divisors(spec.gpus_per_node)}",
         )
-    for what, size in sizes_split_by_lane(a).items():
-        if size % tp:
-            allowed = [
-                d for d in _divisors(spec.gpus_per_node) if all(n % d == 0 for n in sizes_split_by_lane(a).values())
-            ]
-            yield Problem(
-                f"{path}.tensorParallel",
-                str(tp),
-                f"a divisor of the {size:,} {what} of {a.name}",
-                f"set it to one of {allowed}",
-            )
+    uneven = {what: size for what, size in sizes_split_by_lane(a).items() if size % tp}
+    if uneven:
+        shares = ", ".join(f"{size:,} {what}" for what, size in uneven.items())
+        even = [d for d in _divisors(spec.gpus_per_node) if all(n % d == 0 for n in sizes_split_by_lane(a).values())]
+        yield Problem(
+            f"{path}.tensorParallel", str(tp), f"a divisor of the {shares} of {a.name}", f"set it to one of {even}"
+        )
     ranks = spec.nodes_per_group * spec.gpus_per_node
     if a.num_experts % ranks:
         allowed = [n for n in range(1, MAX_NODES + 1) if a.num_experts % (n * spec.gpus_per_node) == 0]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache
 
 from kimi_operator.api.profile import DType, HardwareProfileSpec
 from kimi_operator.planner.architecture import Architecture
-from kimi_operator.planner.tensors import Placement, Tensor
+from kimi_operator.planner.tensors import Placement, tensor_table
 
 ITEMSIZE = {DType.FLOAT32: 4, DType.BFLOAT16: 2}
 STATE_ITEMSIZE = 4
@@ -73,16 +73,12 @@ class GroupShape:
         return f"{self.nodes} x {self.gpus_per_node} GPUs with tensorParallel {self.tensor_parallel}"
 
 
-def weight_lines(
-    a: Architecture, tensors: Iterable[Tensor], shape: GroupShape, experts: ExpertFormat, dtype: DType
-) -> tuple[MemoryLine, ...]:
+def weight_lines(a: Architecture, shape: GroupShape, experts: ExpertFormat, dtype: DType) -> tuple[MemoryLine, ...]:
     """Weights of one rank: its routed experts, its part of what a lane shares, and what every rank holds whole."""
     per_rank = a.num_experts // shape.ranks
     one = experts.expert_bytes(a)
-    resident = dict.fromkeys(Placement, 0)
-    for tensor in tensors:
-        resident[tensor.placement] += tensor.resident_bytes(ITEMSIZE[dtype])
-    split, whole = resident[Placement.TENSOR_PARALLEL], resident[Placement.REPLICATED]
+    split = _resident_bytes(a, Placement.TENSOR_PARALLEL, ITEMSIZE[dtype])
+    whole = _resident_bytes(a, Placement.REPLICATED, ITEMSIZE[dtype])
     return (
         MemoryLine(
             "routed experts",
@@ -103,6 +99,11 @@ def weight_lines(
             is_weights=True,
         ),
     )
+
+
+@cache
+def _resident_bytes(a: Architecture, placement: Placement, itemsize: int) -> int:
+    return sum(tensor.resident_bytes(itemsize) for tensor in tensor_table(a) if tensor.placement is placement)
 
 
 def reserve_lines(profile: HardwareProfileSpec) -> tuple[MemoryLine, ...]:

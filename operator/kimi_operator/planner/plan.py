@@ -17,7 +17,6 @@ from kimi_operator.planner.architecture import Architecture
 from kimi_operator.planner.layout import check_layout
 from kimi_operator.planner.memory import ExpertFormat, MemoryLine
 from kimi_operator.planner.pools import Room, Settings, cut_pools, pool_lines
-from kimi_operator.planner.tensors import tensor_table
 
 KV_DTYPES = {KvPrecision.BF16: DType.BFLOAT16, KvPrecision.FP32: DType.FLOAT32}
 
@@ -100,7 +99,7 @@ def _settings(
             )
         )
     kv_dtype = KV_DTYPES.get(spec.precision.kv_cache, runtime.kv_cache_dtype)
-    return Settings(a, tensor_table(a), spec, profile, kv_dtype, transport), tuple(problems)
+    return Settings(a, spec, profile, kv_dtype, transport), tuple(problems)
 
 
 def _plan(s: Settings, profile_name: str, rooms: list[Room]) -> Plan:
@@ -135,9 +134,9 @@ def _role_plan(s: Settings, room: Room, max_model_len: int) -> RolePlan:
         max_model_len=max_model_len,
         num_pages=room.num_pages,
         page_size_tokens=limits.page_size_tokens,
-        page_bytes=room.page_bytes,
+        page_bytes=room.units.page_bytes,
         num_state_slots=room.num_state_slots,
-        slot_bytes=room.slot_bytes,
+        slot_bytes=room.units.slot_bytes,
         lines=room.lines + pool_lines(s, room),
         binds=_binds(room, context, max_model_len),
     )

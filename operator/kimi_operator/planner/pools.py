@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kimi_operator.api.deployment import KimiDeploymentSpec, Role, RoleSpec, Transport
+from kimi_operator.api.deployment import KimiDeploymentSpec, Role, Transport
 from kimi_operator.api.profile import Device, DType, HardwareProfileSpec
 from kimi_operator.errors import Problem
 from kimi_operator.planner.architecture import Architecture
-from kimi_operator.planner.layout import nearest_layout
+from kimi_operator.planner.layout import MAX_NODES, nearest_layout
 from kimi_operator.planner.memory import (
     ITEMSIZE,
     ExpertFormat,
@@ -20,7 +20,6 @@ from kimi_operator.planner.memory import (
     slot_bytes,
     weight_lines,
 )
-from kimi_operator.planner.tensors import Tensor
 from kimi_operator.planner.units import bytes_text
 
 
@@ -29,7 +28,6 @@ class Settings:
     """Inputs with every Auto resolved."""
 
     architecture: Architecture
-    tensors: tuple[Tensor, ...]
     spec: KimiDeploymentSpec
     profile: HardwareProfileSpec
     kv_dtype: DType
@@ -45,42 +43,63 @@ class Settings:
 
 
 @dataclass(frozen=True, slots=True)
+class Units:
+    """What pools are cut from and into, on one GPU, in bytes."""
+
+    free: int
+    slot_bytes: int
+    page_bytes: int
+    pages_needed: int
+    """Pages of one request of the longest length."""
+
+    @property
+    def one_request(self) -> int:
+        """The least that makes sense: one longest request, and a slot for the next one's handoff."""
+        return num_slots(1) * self.slot_bytes + self.pages_needed * self.page_bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Room:
-    """A GPU of one role before its pools are cut, and the number of requests they are cut for."""
+    """The pools of one role."""
 
     role: Role
     shape: GroupShape
     lines: tuple[MemoryLine, ...]
-    free: int
+    units: Units
     max_num_seqs: int
     num_state_slots: int
-    slot_bytes: int
     num_pages: int
-    page_bytes: int
 
 
 def cut_pools(s: Settings, role: Role) -> Room | Problem:
     """Cut the pools of one role, or say with the arithmetic why they cannot be cut."""
-    role_spec, a, limits = s.spec.role(role), s.architecture, s.profile.limits
+    role_spec = s.spec.role(role)
     shape = GroupShape(role_spec.nodes_per_group, role_spec.gpus_per_node, role_spec.tensor_parallel)
-    lines = fixed_lines(s, shape)
-    free = s.profile.gpu.memory - sum(line.bytes for line in lines)
-    slot = slot_bytes(a, shape.tensor_parallel, s.profile.runtime.dtype)
-    page = page_bytes(a, limits.page_size_tokens, s.kv_dtype)
-    pages_needed = -(-(s.spec.model.max_model_len or limits.page_size_tokens) // limits.page_size_tokens)
-    if free < 2 * slot + pages_needed * page:
-        return _too_small(s, role, shape, (free, slot, page, pages_needed))
-    seqs = role_spec.max_num_seqs or _choose_seqs(s, free - pages_needed * page, slot, page)
+    units = measure(s, shape)
+    if units.free < units.one_request:
+        return _too_small(s, role, shape, units)
+    seqs = role_spec.max_num_seqs or _choose_seqs(s, units)
     slots = num_slots(seqs)
-    pages = (free - slots * slot) // page
-    if pages < pages_needed:
-        return _too_many(role, role_spec, (free - pages_needed * page, slot, slots))
-    return Room(role, shape, lines, free, seqs, slots, slot, pages, page)
+    pages = (units.free - slots * units.slot_bytes) // units.page_bytes
+    if pages < units.pages_needed:
+        return _too_many(role, seqs, units)
+    return Room(role, shape, fixed_lines(s, shape), units, seqs, slots, pages)
+
+
+def measure(s: Settings, shape: GroupShape) -> Units:
+    """What a layout leaves free, and the sizes of slots and pages in it."""
+    page_size = s.profile.limits.page_size_tokens
+    return Units(
+        free=s.profile.gpu.memory - sum(line.bytes for line in fixed_lines(s, shape)),
+        slot_bytes=slot_bytes(s.architecture, shape.tensor_parallel, s.profile.runtime.dtype),
+        page_bytes=page_bytes(s.architecture, page_size, s.kv_dtype),
+        pages_needed=-(-(s.spec.model.max_model_len or 1) // page_size),
+    )
 
 
 def fixed_lines(s: Settings, shape: GroupShape) -> tuple[MemoryLine, ...]:
     """What is spent before any pool: weights and reserves."""
-    weights = weight_lines(s.architecture, s.tensors, shape, s.expert_format, s.profile.runtime.dtype)
+    weights = weight_lines(s.architecture, shape, s.expert_format, s.profile.runtime.dtype)
     return weights + reserve_lines(s.profile)
 
 
@@ -89,76 +108,76 @@ def num_slots(max_num_seqs: int) -> int:
     return max_num_seqs + max(1, -(-max_num_seqs // 4))
 
 
-def _choose_seqs(s: Settings, spare: int, slot: int, page: int) -> int:
-    """As many as have a slot and the profile's context each; `spare` is free above one request of the longest."""
+def _choose_seqs(s: Settings, units: Units) -> int:
+    """As many as have a slot and the profile's context each, beside nothing else; at least one."""
     limits = s.profile.limits
     context_pages = -(-limits.context_tokens_per_seq // limits.page_size_tokens)
     for seqs in range(limits.max_num_seqs, 1, -1):
-        if num_slots(seqs) * slot + (seqs - 1) * context_pages * page <= spare:
+        pages = max(units.pages_needed, seqs * context_pages)
+        if num_slots(seqs) * units.slot_bytes + pages * units.page_bytes <= units.free:
             return seqs
     return 1
 
 
-def _too_small(s: Settings, role: Role, shape: GroupShape, need: tuple[int, int, int, int]) -> Problem:
+def _too_small(s: Settings, role: Role, shape: GroupShape, units: Units) -> Problem:
     """The GPU cannot hold even one request of the longest length."""
-    free, slot, page, pages_needed = need
-    weights = sum(line.bytes for line in fixed_lines(s, shape) if line.is_weights)
-    reserved = sum(line.bytes for line in fixed_lines(s, shape) if not line.is_weights)
-    have = s.profile.gpu.memory
+    lines = fixed_lines(s, shape)
+    weights = sum(line.bytes for line in lines if line.is_weights)
+    reserved = sum(line.bytes for line in lines) - weights
+    memory = bytes_text(s.profile.gpu.memory)
     got = (
         f"{shape}: {bytes_text(weights)} of weights + {bytes_text(reserved)} reserved + "
-        f"{bytes_text(2 * slot + pages_needed * page)} for one request a GPU"
+        f"{bytes_text(units.one_request)} for one request a GPU"
     )
-    fits = nearest_layout(
-        s.architecture,
-        shape,
-        s.profile.gpu.per_node,
-        lambda other: (
-            sum(line.bytes for line in fixed_lines(s, other))
-            + 2 * slot_bytes(s.architecture, other.tensor_parallel, s.profile.runtime.dtype)
-            + pages_needed * page
-            <= have
-        ),
-    )
-    longest = (free - 2 * slot) // page * s.profile.limits.page_size_tokens
-    if longest > 0:
-        remedy = f"lower spec.model.maxModelLen to {longest:,}"
-        remedy += f", or use the nearest layout that fits: {fits}" if fits else ""
-    elif fits:
-        remedy = f"use the nearest layout that fits: {fits}"
-    else:
-        remedy = "no layout of up to 64 nodes fits; choose a profile with more memory a GPU or lower its reserves"
-    return Problem(f"spec.{role}", got, f"at most {bytes_text(have)}, the memory of a GPU", remedy)
+    return Problem(f"spec.{role}", got, f"at most {memory}, the memory of a GPU", _remedy(s, shape, units))
 
 
-def _too_many(role: Role, role_spec: RoleSpec, need: tuple[int, int, int]) -> Problem:
+def _remedy(s: Settings, shape: GroupShape, units: Units) -> str:
+    def fits(other: GroupShape) -> bool:
+        measured = measure(s, other)
+        return measured.free >= measured.one_request
+
+    nearest = nearest_layout(s.architecture, shape, s.profile.gpu.per_node, fits)
+    pages = (units.free - num_slots(1) * units.slot_bytes) // units.page_bytes
+    remedies = []
+    if pages > 0:
+        remedies.append(f"lower spec.model.maxModelLen to {pages * s.profile.limits.page_size_tokens:,}")
+    if nearest:
+        remedies.append(f"use the nearest layout that fits: {nearest}")
+    if not remedies:
+        return (
+            f"no layout of up to {MAX_NODES} nodes fits; choose GPUs with more memory or lower the profile's reserves"
+        )
+    return ", or ".join(remedies)
+
+
+def _too_many(role: Role, seqs: int, units: Units) -> Problem:
     """One longest request fits, but not beside the slots of all running requests."""
-    spare, slot, slots = need
-    affordable = max(
-        seqs for seqs in range(1, role_spec.max_num_seqs or 2) if seqs == 1 or num_slots(seqs) * slot <= spare
-    )
+    spare = units.free - units.pages_needed * units.page_bytes
+    most = max(n for n in range(1, seqs) if num_slots(n) * units.slot_bytes <= spare)
+    need = num_slots(seqs) * units.slot_bytes
     return Problem(
         f"spec.{role}.maxNumSeqs",
-        f"{role_spec.max_num_seqs}: {slots} state slots of {bytes_text(slot)} need {bytes_text(slots * slot)} a GPU",
+        f"{seqs}: {num_slots(seqs)} state slots of {bytes_text(units.slot_bytes)} need {bytes_text(need)} a GPU",
         f"at most {bytes_text(spare)}, what weights, reserves and one request of maxModelLen leave",
-        f"lower it to {affordable} or lower spec.model.maxModelLen",
+        f"lower it to {most} or lower spec.model.maxModelLen",
     )
 
 
 def pool_lines(s: Settings, room: Room) -> tuple[MemoryLine, ...]:
-    slots, pages = room.num_state_slots * room.slot_bytes, room.num_pages * room.page_bytes
+    slots, pages = room.num_state_slots * room.units.slot_bytes, room.num_pages * room.units.page_bytes
     row = row_bytes(s.architecture, ITEMSIZE[s.kv_dtype])
     return (
         MemoryLine(
             "state slots",
             slots,
             f"({room.max_num_seqs} running + {room.num_state_slots - room.max_num_seqs} reserved by handoffs) "
-            f"x {room.slot_bytes:,} B",
+            f"x {room.units.slot_bytes:,} B",
         ),
         MemoryLine(
             "KV pages",
             pages,
             f"{room.num_pages:,} pages x {s.profile.limits.page_size_tokens} tokens x {row:,} B ({s.kv_dtype})",
         ),
-        MemoryLine("free", room.free - slots - pages, "less than one page"),
+        MemoryLine("free", room.units.free - slots - pages, "less than one page"),
     )

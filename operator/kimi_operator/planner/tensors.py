@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum, StrEnum
+from functools import cache
 
 from kimi_operator.planner.architecture import Architecture, Vision
 
@@ -103,6 +104,7 @@ class Tensor:
             yield self.name.replace(EXPERT, str(expert))
 
 
+@cache
 def tensor_table(a: Architecture) -> tuple[Tensor, ...]:
     """All tensors of the checkpoint, in layer order; routed experts are folded into one entry a layer and matrix."""
     tensors: list[Tensor] = []

@@ -37,7 +37,7 @@ def not_experts() -> int:
 
 
 def expert_gib_per_gpu(form: ExpertFormat) -> float:
-    lines = weight_lines(K3, TABLE, EP16_TP2, form, DType.BFLOAT16)
+    lines = weight_lines(K3, EP16_TP2, form, DType.BFLOAT16)
     return lines[0].bytes / GIB
 
 
