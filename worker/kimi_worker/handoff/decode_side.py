@@ -333,7 +333,7 @@ class DecodeSide:
             if now - peer.confirmed_at >= self._timing.forget_s:
                 del self._peers[peer.endpoint]
             return []
-        if peer.unanswered_since is not None and now - peer.unanswered_since >= self._timing.silence_s:
+        if peer.unanswered_since is not None and now >= peer.unanswered_since + self._timing.silence_s:
             text = f"{peer.endpoint} has been silent for {self._timing.silence_s:g} s"
             return self._lose(peer, "prefill_unreachable", text, now)
         return self._hello(peer, now) if now >= peer.next_hello else []
@@ -342,7 +342,7 @@ class DecodeSide:
         """Cut all peers off once that harms no healthy transfer, or when it has waited for long enough."""
         since = [item.cut_off_since for item in self._open.values() if item.cut_off_since is not None]
         sent = [item for item in self._answerable() if item.peer_epoch is not None]
-        if self._revoked is not None or not since or (sent and now - min(since) < self._timing.silence_s):
+        if self._revoked is not None or not since or (sent and now < min(since) + self._timing.silence_s):
             return []
         self._revoked = {}
         actions: list[Action] = [ToRanks(Revoke())]

@@ -272,11 +272,11 @@ class PrefillSide:
         return [*actions, ToRanks(Disconnect(link.peer, link.epoch))]
 
     def _tick_link(self, link: _Link, now: float) -> list[Action]:
-        silence = now - link.heard_at
-        is_open = bool(link.open_transfers())
-        if link.state is LinkState.OPEN and silence >= (self._timing.silence_s if is_open else self._timing.forget_s):
-            return self._close(link, f"{link.peer} has been silent for {silence:.0f} s")
-        if link.state is LinkState.CLOSED and silence >= self._timing.forget_s:
+        # Compare with the same sums as `_deadlines`: rounding must not let a tick at its own deadline do nothing
+        patience = self._timing.silence_s if link.open_transfers() else self._timing.forget_s
+        if link.state is LinkState.OPEN and now >= link.heard_at + patience:
+            return self._close(link, f"{link.peer} has been silent for {patience:g} s")
+        if link.state is LinkState.CLOSED and now >= link.heard_at + self._timing.forget_s:
             del self._links[link.peer, link.epoch]
             if self._current.get(link.peer) == link.epoch:
                 del self._current[link.peer]
@@ -410,7 +410,7 @@ class PrefillSide:
         if transfer.pending:
             return []
         if transfer.error:
-            return self._end(transfer, transfer.error, settled=transfer.settled)
+            return self._broke(transfer, settled=transfer.settled)
         if self._fence:
             assert transfer.write is not None, f"{transfer.key} was written without a Write"
             transfer.pending = set(range(self._identity.num_ranks))
@@ -427,8 +427,13 @@ class PrefillSide:
         if transfer.pending:
             return []
         if transfer.error:
-            return self._end(transfer, transfer.error, settled=False)
+            return self._broke(transfer, settled=False)
         return self._landed(transfer, now)
+
+    def _broke(self, transfer: _Transfer, *, settled: bool) -> list[Action]:
+        """End a transfer whose writes failed, and the connection with it: decode's next Hello makes a new one."""
+        ended = self._end(transfer, transfer.error, settled=settled)
+        return [*ended, *self._close(self._links[transfer.key.peer, transfer.key.epoch], transfer.error)]
 
     def _landed(self, transfer: _Transfer, now: float) -> list[Action]:
         if not transfer.is_wanted:

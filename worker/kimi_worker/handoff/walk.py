@@ -1,0 +1,143 @@
+"""One seeded random walk of a few lanes through faults, and the checks at its end. Used by tests."""
+
+import random
+from collections import Counter, deque
+
+from kimi_worker.handoff.lanes import DecodeLane, InvariantError, Lane, PrefillLane, World
+from kimi_worker.handoff.sim import Fabric, Faults, Loop, SimNetwork, SimTransport
+
+FAULTS_S = 20.0
+SETTLE_S = 120.0
+"""Longer than all time-outs in a row."""
+
+
+class Walk:
+    """Builds a world from a seed and lets it run: requests, cancels, crashes, restarts, partitions."""
+
+    def __init__(self, seed: int, *, early: bool = False) -> None:
+        self._rng = rng = random.Random(seed)  # noqa: S311 - repeatable, not secret
+        self._early = early
+        self._trace: deque[tuple[object, ...]] = deque(maxlen=400)
+        loop = Loop()
+        self._faults = faults = Faults(
+            lose_message=rng.choice([0, 0, 0.1, 0.3]),
+            repeat_message=rng.choice([0, 0.2]),
+            late_message=rng.choice([0, 0.1, 0.3]),
+            slow_write=rng.choice([0, 0.02, 0.2]),
+            slowest_write_s=rng.choice([2.0, 20.0]),
+            break_wire=rng.choice([0, 0, 0.1]),
+        )
+        network = SimNetwork(loop, rng, faults)
+        fabric = Fabric(loop, rng, faults, completes_locally=rng.random() < 0.5)
+        self.world = World(loop, rng, network, fabric, self._note)
+        fabric.check_source = self._check_source
+        fabric.check_landing = self._check_landing
+        self._owners: dict[SimTransport, Lane] = {}
+        self.decodes = [self._decode(f"decode-{index}") for index in range(rng.choice([1, 1, 2]))]
+        self.prefills = [self._prefill(f"prefill-{index}", "layout-a") for index in range(rng.choice([1, 2]))]
+        if rng.random() < 0.2:
+            self.prefills.append(self._prefill("prefill-other", "layout-b"))
+        self._outcomes: Counter[str] = Counter()
+
+    def run(self) -> Counter[str]:
+        """Run to the end and return how the requests ended. Raises InvariantError with the last events as a note."""
+        try:
+            self._schedule()
+            self.world.loop.run(FAULTS_S)
+            self._heal()
+            self.world.loop.run(FAULTS_S + SETTLE_S)
+            self._check_end()
+        except (InvariantError, AssertionError, RuntimeError) as error:
+            error.add_note("\n".join(" ".join(map(str, event)) for event in self._trace))
+            raise
+        return self._outcomes
+
+    def _note(self, *what: object) -> None:
+        self._trace.append((round(self.world.loop.now, 4), *what))
+
+    def _decode(self, endpoint: str) -> DecodeLane:
+        lane = DecodeLane(self.world, endpoint, "layout-a")
+        self._owners |= dict.fromkeys(lane.transports, lane)
+        return lane
+
+    def _prefill(self, endpoint: str, layout_hash: str) -> PrefillLane:
+        fence = self.world.fabric.completes_locally
+        lane = PrefillLane(self.world, endpoint, layout_hash, fence=fence, early=self._early)
+        lane.trouble = self._rng.choice([0, 0.2])
+        self._owners |= dict.fromkeys(lane.transports, lane)
+        return lane
+
+    def _check_source(self, transport: SimTransport, start: int, end: int) -> None:
+        pool = self._owners[transport].pool
+        if pool.is_free(start) or pool.is_free(end - 1):
+            raise InvariantError(f"I2: a write of {self._owners[transport].endpoint} reads freed memory at {start}")
+
+    def _check_landing(self, source: SimTransport, target: SimTransport) -> None:
+        layouts = [self._owners[transport].identity.layout_hash for transport in (source, target)]
+        if layouts[0] != layouts[1]:
+            raise InvariantError(f"I6: bytes of layout {layouts[0]} land in layout {layouts[1]}")
+
+    def _schedule(self) -> None:
+        rng, loop = self._rng, self.world.loop
+        for number in range(rng.randint(3, 10)):
+            request_id = str(number * 10)
+            at = rng.uniform(0, FAULTS_S)
+            loop.after(at, lambda request_id=request_id: self._request(request_id))  # type: ignore[misc]
+            if rng.random() < 0.2:
+                loop.after(at + rng.uniform(0, 3), lambda request_id=request_id: self._cancel(request_id))  # type: ignore[misc]
+        for _ in range(rng.choice([0, 0, 1, 2])):
+            loop.after(rng.uniform(0, FAULTS_S), self._crash)
+        for _ in range(rng.choice([0, 0, 1, 2])):
+            loop.after(rng.uniform(0, FAULTS_S), self._partition)
+
+    def _request(self, request_id: str) -> None:
+        decode = self._rng.choice(self.decodes)
+        decode.request(request_id, self._rng.choice(self.prefills).endpoint, self._rng.randint(1, 4))
+
+    def _cancel(self, request_id: str) -> None:
+        for decode in self.decodes:
+            decode.cancel(request_id)
+
+    def _crash(self) -> None:
+        """A process dies; another takes its place at once, later, elsewhere, or never."""
+        lane = self._rng.choice([*self.decodes, *self.prefills])
+        if not lane.is_alive:
+            return
+        lane.crash()
+        self._collect(lane)
+        if self._rng.random() < 0.75:
+            self.world.loop.after(self._rng.choice([0.05, 2.0, 8.0]), lambda: self._restart(lane))
+
+    def _restart(self, lane: Lane) -> None:
+        endpoint = lane.endpoint if self._rng.random() < 0.6 else f"{lane.endpoint}-moved"
+        if endpoint in self.world.network.receivers:
+            return
+        self._note(endpoint, "starts")
+        if isinstance(lane, DecodeLane):
+            self.decodes.append(self._decode(endpoint))
+        else:
+            self.prefills.append(self._prefill(endpoint, lane.identity.layout_hash))
+
+    def _partition(self) -> None:
+        pair = frozenset((self._rng.choice(self.decodes).endpoint, self._rng.choice(self.prefills).endpoint))
+        self.world.network.cut.add(pair)
+        self.world.loop.after(self._rng.choice([1.0, 7.0, 15.0]), lambda: self.world.network.cut.discard(pair))
+
+    def _heal(self) -> None:
+        self._faults.stop()
+        self.world.network.cut.clear()
+
+    def _collect(self, lane: Lane) -> None:
+        if isinstance(lane, DecodeLane):
+            self._outcomes.update(outcome.ended or "lost" for outcome in lane.outcomes.values())
+
+    def _check_end(self) -> None:
+        for lane in [*self.decodes, *self.prefills]:
+            if not lane.is_alive:
+                continue
+            self._collect(lane)
+            lane.check_idle()
+            if isinstance(lane, DecodeLane):
+                unfinished = [name for name, outcome in lane.outcomes.items() if not outcome.ended]
+                if unfinished:
+                    raise InvariantError(f"I5: requests {unfinished} of {lane.endpoint} have no end")
