@@ -4,6 +4,7 @@ With it the HTTP front end is tested in full: streams, stop strings, parsing, ca
 """
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -27,6 +28,9 @@ from kimi_worker.protocol.engine import (
     Watch,
     api_socket,
 )
+
+_ports = itertools.count(29600)
+"""Nobody listens there; every lane names another."""
 
 _decoder = msgspec.msgpack.Decoder(ToEngine)
 
@@ -143,7 +147,7 @@ def lane_state(lane: int, layout_hash: str) -> LaneState:
     """An idle lane."""
     return LaneState(
         lane=lane,
-        handoff=f"tcp://127.0.0.1:{29600 + lane}",
+        handoff=f"tcp://127.0.0.1:{next(_ports)}",
         ready=True,
         running=0,
         waiting=0,

@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import uvicorn
 from fastapi import FastAPI
+from kimi_worker.router.app import create_app as create_router
 from kimi_worker.server.app import create_app
 from kimi_worker.server.text import Tokenizer
-from kimi_worker.settings import PodIdentity, WorkerSettings
+from kimi_worker.settings import PodIdentity, RouterSettings, WorkerSettings
 from replay_engine import ReplayEngine, Script, replay
 
 WORDS = ["hello", " world", " stop", " the", " answer", " is", "message", "response", "think", " role", "user"]
@@ -106,6 +108,15 @@ class Pod:
         for engine in self.engines:
             engine.script = script if callable(script) else lambda _: script
 
+    async def publish(self, **changes: object) -> None:
+        """Change the state of every lane and wait until the API process has it."""
+        for engine in self.engines:
+            await engine.publish(**changes)
+        lanes = self.app.state.pod.lanes
+        async with asyncio.timeout(10):
+            while lanes.states != [engine.state for engine in self.engines]:  # noqa: ASYNC110  # a state, not an event
+                await asyncio.sleep(0.005)
+
 
 PodFactory = Callable[..., Any]
 
@@ -135,7 +146,45 @@ async def pod(start_pod: PodFactory) -> Pod:
     return await start_pod()
 
 
-@pytest.fixture(params=["server"])
-def front(request: pytest.FixtureRequest, pod: Pod) -> str:
-    """The URL that clients use."""
-    return pod.url
+def router_settings(prefills: list[Pod], decodes: list[Pod], **changes: object) -> RouterSettings:
+    """A router that knows these pods by address; it polls them often."""
+    return RouterSettings.model_validate(
+        {
+            "deployment": "k3",
+            "served_name": MODEL,
+            "prefill_service": addresses(prefills),
+            "decode_service": addresses(decodes),
+            "poll_interval_s": 0.02,
+            **changes,
+        }
+    )
+
+
+def addresses(pods: list[Pod]) -> str:
+    return ",".join(pod.url.removeprefix("http://") for pod in pods)
+
+
+@asynccontextmanager
+async def routing(settings: RouterSettings) -> AsyncIterator[str]:
+    """A router that has heard of all its pods; gives its URL."""
+    app = create_router(settings)
+    async with listening(app) as url:
+        async with httpx.AsyncClient(base_url=url, timeout=10) as http, asyncio.timeout(10):
+            while not _is_settled((await http.get("/state")).json()):  # noqa: ASYNC110  # a state, not an event
+                await asyncio.sleep(0.01)
+        yield url
+
+
+def _is_settled(state: dict[str, Any]) -> bool:
+    return state["ready"] and not any(pod["error"] for pod in [*state["prefill"], *state["decode"]])
+
+
+@pytest.fixture(params=["server", "router"])
+async def front(request: pytest.FixtureRequest, pod: Pod, start_pod: PodFactory) -> AsyncIterator[str]:
+    """The URL that clients use: the pod itself, or a router in front of it and of a prefill pod."""
+    if request.param == "server":
+        yield pod.url
+        return
+    prefill = await start_pod(role="prefill")
+    async with routing(router_settings([prefill], [pod])) as url:
+        yield url

@@ -6,21 +6,18 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-import structlog
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
-from starlette.exceptions import HTTPException
 
 from kimi_worker.protocol.engine import LaneState
 from kimi_worker.protocol.openai import ApiError
-from kimi_worker.server.generation import Generation, Tools, error_response
+from kimi_worker.server.generation import Generation, Tools
+from kimi_worker.server.http import add_error_handlers, read_body
 from kimi_worker.server.lanes import Lane, Lanes
 from kimi_worker.server.metrics import Metrics
 from kimi_worker.server.work import Intake, Work, unknown_model
 from kimi_worker.settings import PodIdentity, Role, WorkerSettings
-
-log = structlog.get_logger()
 
 _IN_THREAD_BYTES = 2**16
 """Larger bodies are read and tokenised in a thread, so that they do not hold up the streams."""
@@ -108,16 +105,6 @@ def prefill_endpoint(request: Request) -> str | None:
     return endpoint
 
 
-async def read_body(request: Request, max_bytes: int) -> bytes:
-    """Raises ApiError (413) before a body that is too large is in memory."""
-    body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > max_bytes:
-            raise ApiError(413, f"body: more than {max_bytes} bytes", code="body_too_large")
-    return bytes(body)
-
-
 def create_app(settings: WorkerSettings, identity: PodIdentity) -> FastAPI:
     """The app of one pod. Raises TokenizerError when the checkpoint's tokenizer cannot be read."""
     intake = Intake.load(settings.model.checkpoint, settings.model.served_name, settings.model.max_model_len)
@@ -198,27 +185,6 @@ def _add_pod_routes(app: FastAPI, pod: Pod) -> None:
     @app.get("/metrics")
     async def metrics() -> Response:
         return Response(pod.metrics.text(), media_type="text/plain; version=0.0.4")
-
-
-def add_error_handlers(app: FastAPI) -> None:
-    """Every error leaves in OpenAI's form."""
-
-    @app.exception_handler(ApiError)
-    async def api_error(_: Request, error: ApiError) -> Response:
-        return error_response(error)
-
-    @app.exception_handler(HTTPException)
-    async def http_error(request: Request, error: HTTPException) -> Response:
-        message = f"{request.method} {request.url.path[:100]}: {error.detail}"
-        response = error_response(ApiError(error.status_code, message, code="unknown_url"))
-        response.headers.update(error.headers or {})
-        return response
-
-    @app.exception_handler(Exception)
-    async def our_bug(request: Request, error: Exception) -> Response:
-        # the message may quote a prompt, so only the place is logged
-        log.error("request_crashed", path=request.url.path, error=type(error).__name__)
-        return error_response(ApiError(500, "internal error; the server's log has its place", code="internal_error"))
 
 
 async def serve(settings: WorkerSettings, identity: PodIdentity) -> None:

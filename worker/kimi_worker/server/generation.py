@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 from kimi_worker.protocol.engine import Failed, Output, Submit
 from kimi_worker.protocol.openai import ApiError
 from kimi_worker.server.answer import AnswerReader, AnswerWriter, Piece
+from kimi_worker.server.http import error_response, until_disconnect
 from kimi_worker.server.lanes import Lane, RequestFailedError, Ticket
 from kimi_worker.server.metrics import Metrics
 from kimi_worker.server.text import Tokenizer
@@ -36,10 +37,6 @@ def failure(failed: Failed) -> ApiError:
         is_retryable=failed.retryable,
         retry_after_s=failed.retry_after_s if status in (429, 503) else 0.0,
     )
-
-
-def error_response(error: ApiError) -> Response:
-    return Response(msgspec.json.encode(error.body()), error.status, error.headers(), "application/json")
 
 
 @dataclass(slots=True)
@@ -92,7 +89,7 @@ class Generation(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._tools.metrics.in_flight.track_inprogress():
             answer = asyncio.create_task(self._answer(scope, receive, send))
-            gone = asyncio.create_task(_until_disconnect(receive))
+            gone = asyncio.create_task(until_disconnect(receive))
             try:
                 await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
                 # a finished answer also ends `receive`
@@ -225,8 +222,3 @@ class Tools:
 
 def _event(data: bytes) -> bytes:
     return b"data: " + data + b"\n\n"
-
-
-async def _until_disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
