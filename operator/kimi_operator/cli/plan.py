@@ -23,7 +23,7 @@ LABEL_WIDTH = 28
 
 def plan(
     *,
-    file: Annotated[list[Path], Parameter(name=["--file", "-f"])],
+    file: Annotated[list[Path], Parameter(name=["--file", "-f"], allow_leading_hyphen=True, negative=())],
     output: Annotated[Output, Parameter(name=["--output", "-o"])] = "text",
 ) -> int:
     """Plan a KimiDeployment without a cluster.

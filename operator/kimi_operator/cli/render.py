@@ -21,7 +21,7 @@ UNKNOWN_UID = "00000000-0000-0000-0000-000000000000"
 
 def render(
     *,
-    file: Annotated[list[Path], Parameter(name=["--file", "-f"])],
+    file: Annotated[list[Path], Parameter(name=["--file", "-f"], allow_leading_hyphen=True, negative=())],
     worker_image: str = DEFAULT_IMAGE,
     namespace: Annotated[str | None, Parameter(name=["--namespace", "-n"])] = None,
 ) -> None:

@@ -1,0 +1,173 @@
+"""`kimictl plan` and `kimictl render` as a user runs them: output, exit status, words of a refusal."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from kimi_operator.cli import COMMANDS, build_app, main
+
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
+MI300X = EXAMPLES / "mi300x-2p2d.yaml"
+LOCAL = EXAMPLES / "local" / "2p2d.yaml"
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs one command line: exit status, standard output, standard error."""
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as exit_:
+            main([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        return int(exit_.value.code or 0), captured.out, captured.err
+
+    return call
+
+
+def edited(tmp_path: Path, source: Path, edit: Callable[[dict[str, Any]], None]) -> Path:
+    """A copy of a manifest with a change."""
+    document = yaml.safe_load(source.read_text())
+    edit(document)
+    path = tmp_path / source.name
+    path.write_text(yaml.safe_dump(document))
+    return path
+
+
+def test_plan_shows_limits_lines_and_totals(run: Run) -> None:
+    status, out, err = run("plan", "-f", MI300X)
+    assert (status, err) == (0, "")
+    assert out.startswith("kimi-k3 on mi300x: 32 GPUs, KV rows bfloat16, experts MXFP4, handoff MoRIIO\n")
+    lines = {line.strip().split("  ")[0]: line for line in out.splitlines()}
+    assert "90,403,504,128    84.2 GiB  56 of 896 experts x 92 layers" in lines["routed experts"]
+    assert "206,141,652,992   192.0 GiB" in lines["total"]
+    assert "8,607 x 64 tokens = 550,848" in lines["KV pages a lane"]
+
+
+def test_plan_as_json_holds_the_same_numbers(run: Run) -> None:
+    status, out, _ = run("plan", "-f", MI300X, "-o", "json")
+    document = json.loads(out)
+    assert status == 0
+    assert document["feasible"] is True
+    assert (document["decode"]["num_pages"], document["transport"], document["experts"]) == (8_607, "MoRIIO", "MXFP4")
+    assert sum(line["bytes"] for line in document["decode"]["lines"]) == 206_141_652_992
+
+
+def test_a_profile_beside_the_manifest_is_found(run: Run) -> None:
+    assert run("plan", "-f", LOCAL)[0] == 0
+    assert run("plan", "-f", EXAMPLES / "local" / "profile.yaml", "-f", LOCAL)[0] == 0
+
+
+@pytest.mark.parametrize("output", ["text", "json"])
+def test_what_does_not_fit_exits_1_with_the_arithmetic(run: Run, tmp_path: Path, output: str) -> None:
+    def one_gpu_a_lane(document: dict[str, Any]) -> None:
+        for role in ("prefill", "decode"):
+            document["spec"][role]["tensorParallel"] = 1
+
+    status, out, _ = run("plan", "-f", edited(tmp_path, MI300X, one_gpu_a_lane), "-o", output)
+    assert status == 1
+    assert "191.0 GiB of weights + 32.2 GiB reserved" in out
+    assert "use the nearest layout that fits: 2 x 8 GPUs with tensorParallel 2" in out
+    if output == "json":
+        assert json.loads(out)["feasible"] is False
+
+
+def test_render_prints_what_the_operator_would_apply(run: Run) -> None:
+    status, out, _ = run("render", "-f", LOCAL, "--worker-image", "me/worker:3", "-n", "serving")
+    documents = list(yaml.safe_load_all(out))
+    assert status == 0
+    assert {document["metadata"]["namespace"] for document in documents} == {"serving"}
+    (group,) = (d for d in documents if d["metadata"]["name"] == "k3-decode-0")
+    assert group["spec"]["template"]["spec"]["containers"][0]["image"] == "me/worker:3"
+
+
+def test_render_refuses_what_does_not_fit(run: Run, tmp_path: Path) -> None:
+    path = edited(tmp_path, MI300X, lambda document: document["spec"]["decode"].update(nodesPerGroup=3))
+    status, out, err = run("render", "-f", path)
+    assert (status, out) == (1, "")
+    assert "spec.decode.nodesPerGroup: got 3" in err
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a: [", "no YAML"),
+        ("- a\n", "got list, expected an object"),
+        ("", "got 0 KimiDeployments, expected exactly one"),
+        (
+            "kind: KimiDeployment\nmetadata: {name: k3}\nspec: {prefil: {}}\n",
+            "spec.prefil: got {}, expected no such field",
+        ),
+        ("kind: HardwareProfile\nmetadata: {name: x}\nspec: {}\n", "spec.gpu: got nothing, expected a value"),
+        ("kind: KimiDeployment\n---\nkind: KimiDeployment\n", "got 2 KimiDeployments"),
+    ],
+)
+def test_a_broken_file_is_named_with_its_field(run: Run, tmp_path: Path, text: str, expected: str) -> None:
+    path = tmp_path / "broken.yaml"
+    path.write_text(text)
+    status, out, err = run("plan", "-f", path)
+    assert (status, out) == (1, "")
+    assert err.startswith(f"kimictl: {path}")
+    assert expected in err
+
+
+def test_a_file_that_is_not_there_is_named(run: Run, tmp_path: Path) -> None:
+    status, _, err = run("plan", "-f", tmp_path / "none.yaml")
+    assert status == 1
+    assert "none.yaml: got [Errno 2] No such file or directory" in err
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "expected"),
+    [
+        ("model.architecture", "kimi-k2", "spec.model.architecture: got 'kimi-k2', expected one of ['kimi-k3', "),
+        ("hardware.profile", "mi999", "spec.hardware.profile: got 'mi999', expected the name of a HardwareProfile"),
+        ("decode.groups", "two", "spec.decode.groups: got 'two', expected a valid integer"),
+    ],
+)
+def test_an_unknown_name_lists_the_known_ones(run: Run, tmp_path: Path, path: str, value: str, expected: str) -> None:
+    section, field = path.split(".")
+    file = edited(tmp_path, MI300X, lambda document: document["spec"][section].update({field: value}))
+    status, _, err = run("plan", "-f", file)
+    assert status == 1
+    assert expected in err
+
+
+def test_standard_input_is_read(monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
+    with MI300X.open() as file:
+        monkeypatch.setattr(sys, "stdin", file)
+        assert run("plan", "-f", "-")[0] == 0
+
+
+def test_a_command_whose_module_is_absent_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(COMMANDS, "absent", "kimi_operator.cli.absent:absent")
+    app = build_app()
+    assert "absent" not in app
+    assert "plan" in app
+
+
+def test_planning_loads_neither_torch_nor_kopf_nor_a_client() -> None:
+    script = (
+        "import sys; from kimi_operator.cli import main\n"
+        "try: main(['plan', '-f', sys.argv[1]])\n"
+        "except SystemExit: pass\n"
+        "print(sorted({'torch', 'kopf', 'kubernetes', 'aiohttp', 'httpx'} & set(sys.modules)), file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(MI300X)],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+        env=os.environ,
+    )
+    assert done.stderr == "[]\n"
