@@ -6,6 +6,8 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from kimi_worker.model.config import KimiConfig, read_config
 from kimi_worker.model.inventory import ANY, Plain, inventory
 
@@ -17,6 +19,14 @@ _BYTES = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8, "U8": 1, "I8": 1, "F8_E4M3": 
 _BYTES |= {"BOOL": 1, "I16": 2, "U16": 2, "I32": 4, "U32": 4, "I64": 8, "U64": 8}
 # The format's own limit; a larger length means that the file is something else, such as a Git LFS pointer.
 _MAX_HEADER_BYTES = 100_000_000
+
+
+class _Described(msgspec.Struct):
+    """What a safetensors header says about one tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
 
 
 class CheckpointError(Exception):
@@ -97,26 +107,22 @@ def _read_header(path: Path) -> dict[str, TensorEntry]:
             "safetensors format (a Git LFS pointer?): copy it again"
         )
     try:
-        content = json.loads(text)
-        del text
-        entries = {name: _entry(path, name, value) for name, value in content.items() if name != "__metadata__"}
-        payload = max(
-            (value["data_offsets"][1] for name, value in content.items() if name != "__metadata__"), default=0
-        )
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise CheckpointError(
-            f"{path}: the safetensors header cannot be read: {error!r}; copy the file again"
-        ) from error
+        content = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+        content.pop("__metadata__", None)
+        described = {name: msgspec.json.decode(raw, type=_Described) for name, raw in content.items()}
+    except msgspec.MsgspecError as error:
+        raise CheckpointError(f"{path}: the safetensors header cannot be read: {error}; copy the file again") from error
+    payload = max((value.data_offsets[1] for value in described.values()), default=0)
     if size != 8 + length + payload:
         raise CheckpointError(
             f"{path}: expected {8 + length + payload} bytes from its header, got {size}; the copy is incomplete or "
             "damaged: copy it again"
         )
-    return entries
+    return {name: _entry(path, name, value) for name, value in described.items()}
 
 
-def _entry(path: Path, name: str, value: dict[str, object]) -> TensorEntry:
-    dtype, shape, (begin, end) = str(value["dtype"]), tuple(value["shape"]), value["data_offsets"]  # type: ignore[arg-type, misc]
+def _entry(path: Path, name: str, value: _Described) -> TensorEntry:
+    dtype, shape, (begin, end) = value.dtype, value.shape, value.data_offsets
     if dtype not in _BYTES:
         raise CheckpointError(f"{path}: {name}: unknown type {dtype}, expected one of {', '.join(_BYTES)}")
     expected = math.prod(shape) * _BYTES[dtype]
