@@ -62,15 +62,13 @@ def tokenizer(checkpoint: Path) -> Tokenizer:
     return Tokenizer.load(checkpoint)
 
 
-def worker_settings(
-    checkpoint: Path, *, role: str = "decode", num_lanes: int = 1, revision: str = "r1"
-) -> WorkerSettings:
+def worker_settings(checkpoint: Path, *, role: str, num_lanes: int, max_model_len: int) -> WorkerSettings:
     return WorkerSettings.model_validate(
         {
             "deployment": "k3",
             "role": role,
-            "revision": revision,
-            "model": {"checkpoint": str(checkpoint), "served_name": MODEL, "max_model_len": 512},
+            "revision": "r1",
+            "model": {"checkpoint": str(checkpoint), "served_name": MODEL, "max_model_len": max_model_len},
             "parallel": {"ranks_per_node": num_lanes},
             "limits": {"max_num_seqs": 8, "num_pages": 64, "num_state_slots": 10},
             "timeouts": {"collective_s": 5.0, "drain_s": 2.0},
@@ -126,12 +124,15 @@ async def start_pod(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) 
     """Start pods that end with the test: `await start_pod(role="decode", num_lanes=1, layout_hash="l1")`."""
     async with AsyncExitStack() as stack:
 
-        async def start(*, role: str = "decode", num_lanes: int = 1, layout_hash: str = "l1") -> Pod:
+        async def start(
+            *, role: str = "decode", num_lanes: int = 1, layout_hash: str = "l1", max_model_len: int = 512
+        ) -> Pod:
             run_dir = tmp_path_factory.mktemp("run")
             engines = await stack.enter_async_context(
                 replay(run_dir, lambda _: Script(), num_lanes=num_lanes, layout_hash=layout_hash)
             )
-            app = create_app(worker_settings(checkpoint, role=role, num_lanes=num_lanes), PodIdentity(run_dir=run_dir))
+            settings = worker_settings(checkpoint, role=role, num_lanes=num_lanes, max_model_len=max_model_len)
+            app = create_app(settings, PodIdentity(run_dir=run_dir))
             url = await stack.enter_async_context(listening(app))
             async with asyncio.timeout(10):
                 while app.state.pod.lanes.not_ready:  # noqa: ASYNC110  # a state, not an event

@@ -1,0 +1,241 @@
+"""What a needle run shows: progress, one table, or a JSON document."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from kimi_operator.cli.ask import Answer
+from kimi_operator.cli.compare import Difference
+
+LOG_WIDTH = 150
+
+_VALUE = re.compile(r"\d{6,}")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One needle and what the service said."""
+
+    number: int
+    num_tokens: int
+    key: str
+    expected: str
+    answer: Answer
+    difference: Difference | None = None
+
+    @property
+    def is_found(self) -> bool:
+        """The answer names the expected value and no other."""
+        return self.answer.error is None and _VALUE.findall(self.answer.text) == [self.expected]
+
+    @property
+    def problem(self) -> str | None:
+        """Why this needle counts as failed."""
+        if self.answer.error:
+            return self.answer.error
+        if not self.is_found:
+            return f"said {self.answer.text[:60]!r}, expected {self.expected}"
+        return self.difference.reason if self.difference else None
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """The requests that were sent at once."""
+
+    concurrency: int
+    duration_s: float
+    rows: list[Row]
+
+    @property
+    def num_found(self) -> int:
+        return sum(row.is_found for row in self.rows)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Output tokens of all requests over the time of the level."""
+        return sum(len(row.answer.token_ids) for row in self.rows) / self.duration_s if self.duration_s else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A whole run; with a reference every row has a difference."""
+
+    url: str
+    model: str
+    levels: list[Level]
+    reference_url: str | None = None
+    logprob_bound: float | None = None
+    rows: list[Row] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rows", [row for level in self.levels for row in level.rows])
+
+    @property
+    def problems(self) -> list[Row]:
+        return [row for row in self.rows if row.problem]
+
+    @property
+    def is_right(self) -> bool:
+        return not self.problems
+
+
+def percentile(values: Iterable[float | None], share: float) -> float | None:
+    """The smallest value that at least `share` of the values do not exceed; None without values."""
+    known = sorted(value for value in values if value is not None)
+    return known[max(0, -int(-share * len(known) // 1) - 1)] if known else None
+
+
+@contextmanager
+def progress() -> Iterator[Callable[[str, int], Callable[[], None]]]:
+    """Show on standard error how far it is: `advance = bar("needles", 57)`. Bars on a terminal, lines elsewhere."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield _lines
+        return
+    columns = (TextColumn("{task.description:10}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as bars:
+
+        def add(name: str, total: int) -> Callable[[], None]:
+            task = bars.add_task(name, total=total)
+            return lambda: bars.advance(task)
+
+        yield add
+
+
+def _lines(name: str, total: int) -> Callable[[], None]:
+    """About eight lines in all."""
+    counter = itertools.count(1)
+    every = max(1, total // 8)
+
+    def advance() -> None:
+        if (done := next(counter)) % every == 0 or done == total:
+            sys.stderr.write(f"{name}: {done} of {total}\n")
+
+    return advance
+
+
+def level_figures(level: Level) -> dict[str, float | int | None]:
+    """Figures of a level; times in milliseconds, sizes in bytes."""
+    answers = [row.answer for row in level.rows]
+    handoffs = [answer for answer in answers if answer.handoff_bytes]
+    lengths = [answer.prompt_tokens for answer in answers]
+    figures: dict[str, float | int | None] = {
+        "concurrency": level.concurrency,
+        "asked": len(level.rows),
+        "found": level.num_found,
+        "prompt_tokens_min": min(lengths),
+        "prompt_tokens_max": max(lengths),
+        "ttft_p50_ms": _ms(percentile((answer.ttft_s for answer in answers), 0.5)),
+        "ttft_p95_ms": _ms(percentile((answer.ttft_s for answer in answers), 0.95)),
+        "tpot_p50_ms": _ms(percentile((answer.tpot_s for answer in answers), 0.5)),
+        "tpot_p95_ms": _ms(percentile((answer.tpot_s for answer in answers), 0.95)),
+        "output_tokens_per_s": level.tokens_per_s,
+        "handoff_bytes_mean": round(statistics.fmean(answer.handoff_bytes for answer in handoffs))
+        if handoffs
+        else None,
+        "handoff_p50_ms": _ms(percentile((answer.handoff_s for answer in handoffs), 0.5)),
+        "handoff_p95_ms": _ms(percentile((answer.handoff_s for answer in handoffs), 0.95)),
+        "duration_s": level.duration_s,
+    }
+    if differences := [row.difference for row in level.rows if row.difference]:
+        figures["equal_to_reference"] = sum(difference.reason is None for difference in differences)
+        largest = max(difference.max_logprob for difference in differences)
+        figures["max_logprob_difference"] = largest if math.isfinite(largest) else None
+    return figures
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else seconds * 1000
+
+
+def document(run: Run) -> dict[str, object]:
+    """The run as JSON."""
+    return {
+        "url": run.url,
+        "model": run.model,
+        "reference_url": run.reference_url,
+        "logprob_bound": run.logprob_bound,
+        "asked": len(run.rows),
+        "found": sum(row.is_found for row in run.rows),
+        "right": run.is_right,
+        "levels": [level_figures(level) for level in run.levels],
+        "problems": [
+            {"number": row.number, "prompt_tokens": row.num_tokens, "problem": row.problem} for row in run.problems
+        ],
+    }
+
+
+def print_run(run: Run, console: Console | None = None) -> None:
+    """One table, then what went wrong, then one line that sums up."""
+    # a log has no width of its own
+    console = console or Console(width=None if sys.stdout.isatty() else LOG_WIDTH)
+    console.print(_table(run))
+    for row in run.problems:
+        console.print(f"needle {row.number} ({row.num_tokens} tokens): {row.problem}", markup=False, highlight=False)
+    found = sum(row.is_found for row in run.rows)
+    summary = f"{found} of {len(run.rows)} needles found"
+    if run.reference_url:
+        equal = sum(row.difference is not None and row.difference.reason is None for row in run.rows)
+        summary += (
+            f", {equal} of {len(run.rows)} equal to the reference (log-probabilities within {run.logprob_bound:g})"
+        )
+    console.print(summary, style="bold green" if run.is_right else "bold red", highlight=False)
+
+
+def _table(run: Run) -> Table:
+    table = Table(title=f"Needles in {run.model} at {run.url}")
+    headers = [
+        "at once",
+        "recall",
+        "prompt tokens",
+        "TTFT p50/p95 ms",
+        "TPOT p50/p95 ms",
+        "tokens/s",
+        "handoff",
+        "handoff p50/p95 ms",
+    ]
+    if run.reference_url:
+        headers += ["as reference", "max |Δlogprob|"]
+    for header in headers:
+        table.add_column(header, justify="right")
+    for level in run.levels:
+        table.add_row(*_cells(level_figures(level)))
+    return table
+
+
+def _cells(figures: dict[str, float | int | None]) -> Sequence[str]:
+    cells = [
+        f"{figures['concurrency']}",
+        f"{figures['found']}/{figures['asked']}",
+        f"{figures['prompt_tokens_min']} to {figures['prompt_tokens_max']}",
+        f"{_number(figures['ttft_p50_ms'])} / {_number(figures['ttft_p95_ms'])}",
+        f"{_number(figures['tpot_p50_ms'])} / {_number(figures['tpot_p95_ms'])}",
+        _number(figures["output_tokens_per_s"]),
+        _bytes(figures["handoff_bytes_mean"]),
+        f"{_number(figures['handoff_p50_ms'])} / {_number(figures['handoff_p95_ms'])}",
+    ]
+    if "equal_to_reference" in figures:
+        largest = figures["max_logprob_difference"]
+        cells += [f"{figures['equal_to_reference']}/{figures['asked']}", "NaN" if largest is None else f"{largest:.2g}"]
+    return cells
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def _bytes(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value / 2**20:.1f} MiB" if value >= 2**20 else f"{value / 2**10:.0f} KiB"
