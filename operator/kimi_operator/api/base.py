@@ -57,10 +57,12 @@ _INT_OR_STRING = {
 }
 
 
-def rule(cel: str, message: str = "", *, message_expression: str = "", field_path: str = "") -> dict[str, Any]:
-    """One CEL rule, as it stands in a CRD; `self` is the value, `oldSelf` its former one."""
-    parts = {"rule": cel, "message": message, "messageExpression": message_expression, "fieldPath": field_path}
-    return {key: value for key, value in parts.items() if value}
+def rule(cel: str, message: str, *, field_path: str = "") -> dict[str, Any]:
+    """One CEL rule, as it stands in a CRD; `self` is the value, `oldSelf` its former one.
+
+    The message is fixed: one that is put together from values costs more than the API server allows.
+    """
+    return {"rule": cel, "message": message, **({"fieldPath": field_path} if field_path else {})}
 
 
 def rules(*items: dict[str, Any]) -> dict[str, Any]:

@@ -148,8 +148,7 @@ class RoleSpec(ApiModel):
         json_schema_extra=rules(
             rule(
                 "self.gpusPerNode % self.tensorParallel == 0",
-                message_expression="'tensorParallel ' + string(self.tensorParallel) + ' does not divide gpusPerNode '"
-                " + string(self.gpusPerNode) + '; a lane never crosses a node'",
+                "tensorParallel must divide gpusPerNode: a lane never crosses a node; set a divisor",
                 field_path=".tensorParallel",
             )
         )
@@ -209,9 +208,8 @@ class KimiDeploymentSpec(ApiModel):
         json_schema_extra=rules(
             rule(
                 "self.prefill.tensorParallel == self.decode.tensorParallel",
-                message_expression="'prefill.tensorParallel ' + string(self.prefill.tensorParallel) + "
-                "' and decode.tensorParallel ' + string(self.decode.tensorParallel) + ' must be equal: "
-                "a prefill rank writes straight into the memory of its decode peer'",
+                "prefill and decode must have the same tensorParallel: a prefill rank writes straight into the memory "
+                "of its decode peer",
                 field_path=".decode.tensorParallel",
             )
         )

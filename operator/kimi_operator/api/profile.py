@@ -172,14 +172,6 @@ class TimeoutsSpec(ApiModel):
     )
 
 
-class CalibrationSpec(ApiModel):
-    """Figures fitted to measured runs. Absent means: nobody measured it on this hardware."""
-
-    decode_factor: float | None = Field(default=None, gt=0, description="Measured decode step over its roofline.")
-    band_percent: int | None = Field(default=None, ge=0, le=100, description="Error band of predictions.")
-    measured_on: str | None = Field(default=None, max_length=512, description="Where and when it was measured.")
-
-
 class HardwareProfileSpec(ApiModel):
     """One class of nodes."""
 
@@ -191,9 +183,6 @@ class HardwareProfileSpec(ApiModel):
     pod: ProfilePodSpec = Field(default_factory=ProfilePodSpec, description="What a worker pod needs.")
     limits: LimitsSpec = Field(default_factory=LimitsSpec, description="Bounds of the planner.")
     timeouts: TimeoutsSpec = Field(default_factory=TimeoutsSpec, description="How long things may take.")
-    calibration: CalibrationSpec = Field(
-        default_factory=CalibrationSpec, description="Figures fitted to measured runs."
-    )
     sources: dict[Annotated[str, StringConstraints(max_length=128)], Source] = Field(
         default_factory=dict,
         max_length=64,

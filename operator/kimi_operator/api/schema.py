@@ -48,15 +48,19 @@ class _Converter:
         if isinstance(schema.get("additionalProperties"), dict):
             result["additionalProperties"] = self.convert(schema["additionalProperties"])
         if "properties" in schema:
-            result["properties"] = {name: self._property(inner) for name, inner in schema["properties"].items()}
+            required = schema.get("required", [])
+            result["properties"] = {
+                name: self.convert(inner) if name in required else self._optional(inner)
+                for name, inner in schema["properties"].items()
+            }
         return result | self._default(schema)
 
-    def _property(self, schema: Schema) -> Schema:
-        """An object that always exists gets an empty default, so that the defaults of its fields apply."""
+    def _optional(self, schema: Schema) -> Schema:
+        """An object that the models make up when it is absent: an empty default lets those of its fields apply."""
         result = self.convert(schema)
-        always_there = "anyOf" not in schema and not result.get("required")
+        can_be_absent = "anyOf" in schema
         inner = result.get("properties", {}).values()
-        if self._defaults and always_there and any("default" in value for value in inner):
+        if self._defaults and not can_be_absent and any("default" in value for value in inner):
             result["default"] = {}
         return result
 

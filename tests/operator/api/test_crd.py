@@ -55,7 +55,7 @@ def test_schemas_are_structural(name: str) -> None:
     for path, node in nodes(schema_of(name)):
         is_int_or_string = node.get("x-kubernetes-int-or-string", False)
         assert ("type" in node) != is_int_or_string, path
-        assert not {"$ref", "oneOf", "allOf", "const", "title", "nullable"} & set(node), path
+        assert not {"$ref", "oneOf", "allOf", "const", "title", "nullable", "exclusiveMinimum"} & set(node), path
         assert ("anyOf" in node) == is_int_or_string, path
 
 
@@ -104,6 +104,22 @@ def test_fields_of_rules_that_compare_with_the_past_always_exist() -> None:
     for path, node in nodes(schema_of("kd")):
         if any("oldSelf" in rule["rule"] for rule in node.get("x-kubernetes-validations", [])):
             assert "default" in node, path
+
+
+def test_what_is_required_has_no_default() -> None:
+    """The API server checks a default against the rules before it fills in the fields that they read."""
+    for name in CRDS:
+        for path, node in nodes(schema_of(name)):
+            for field in node.get("required", []):
+                assert "default" not in node.get("properties", {}).get(field, {}), f"{path}.{field}"
+
+
+def test_messages_are_fixed() -> None:
+    """A message that is put together from values is refused as too costly."""
+    for _, node in nodes(schema_of("kd")):
+        for rule in node.get("x-kubernetes-validations", []):
+            assert rule["message"]
+            assert "messageExpression" not in rule
 
 
 def test_names_leave_room_for_what_is_appended() -> None:
