@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from kimi_operator.api.base import GROUP
@@ -27,6 +28,14 @@ class ObjectKey(NamedTuple):
     kind: str
     namespace: str
     name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """All objects of a kind at one moment of the API server, given by its version."""
+
+    documents: list[Document]
+    version: int
 
 
 def key_of(document: Document) -> ObjectKey:
@@ -90,11 +99,15 @@ class Store:
         self._by_kind[key.kind].discard(key)
         return True
 
-    def replace_kind(self, kind: str, documents: Iterable[Document]) -> list[Document]:
-        """Take a full listing of a kind; objects not in it are gone. Returns what appeared, changed or went."""
-        listed = {key_of(document): document for document in documents}
-        gone = [self._objects[key] for key in self._by_kind.get(kind, set()) - set(listed)]
-        changed = [document for document in listed.values() if self.put(document)]
+    def replace_kind(self, kind: str, listing: Listing) -> list[Document]:
+        """Take a full listing of a kind; what is not in it is gone, unless it is newer than the listing.
+
+        Returns what appeared, changed or went.
+        """
+        listed = {key_of(document) for document in listing.documents}
+        missing = [self._objects[key] for key in self._by_kind.get(kind, set()) - listed]
+        gone = [document for document in missing if _version(document) <= listing.version]
+        changed = [document for document in listing.documents if self.put(document)]
         for document in gone:
             self.remove(document)
         return changed + gone

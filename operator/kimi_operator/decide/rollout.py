@@ -20,7 +20,7 @@ def decide_groups(
     *,
     paused: bool,
 ) -> dict[GroupKey, GroupDecision]:
-    """Decide for every wanted group. Groups that exist and are not wanted are not in the answer: see `surplus`."""
+    """Decide for every wanted group. Groups that exist unwanted are leftovers."""
 
     def look(group: GroupWanted, *, may_roll: bool) -> GroupDecision:
         return decide_group(group, seen.get(group.key), scene, policy, may_roll=may_roll)
@@ -45,14 +45,6 @@ def next_to_roll(
     if any(decisions[group.key].state is not GroupState.READY for group in wanted if group.key not in outdated):
         return set()
     return set(sorted(outdated, key=_turn)[:1])
-
-
-def surplus(wanted: Sequence[GroupWanted], seen: Mapping[GroupKey, GroupSeen], owner_uid: str) -> list[GroupSeen]:
-    """Groups of this owner that the spec no longer asks for, to be deleted."""
-    keys = {group.key for group in wanted}
-    return [
-        group for key, group in seen.items() if key not in keys and group.owner_uid == owner_uid and not group.deleting
-    ]
 
 
 def _turn(key: GroupKey) -> tuple[int, int]:

@@ -1,0 +1,257 @@
+"""Pure: the conditions of a deployment. Each says what is missing, how much of it, and who said so."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
+
+from kimi_operator.api.conditions import ConditionType, Reason
+from kimi_operator.api.deployment import Role
+from kimi_operator.api.status import Condition, GroupState
+from kimi_operator.decide.blocked import is_about_checkpoint
+from kimi_operator.decide.groups import GroupDecision
+from kimi_operator.look import Look
+from kimi_operator.times import format_time
+
+DRIFT = 0.02
+"""A pool may differ from its plan by this fraction before it is said."""
+
+
+class Finding(NamedTuple):
+    """A condition without its times."""
+
+    status: Literal["True", "False", "Unknown"]
+    reason: Reason
+    message: str = ""
+
+
+def build_conditions(look: Look) -> tuple[Condition, ...]:
+    """One condition a type, in the vocabulary's order; transition times are kept while the status stays."""
+    before = {condition["type"]: condition for condition in look.previous.get("conditions", ())}
+    findings = _findings(look)
+    return tuple(_condition(look, before.get(kind.value, {}), kind, findings[kind]) for kind in ConditionType)
+
+
+def _condition(look: Look, before: Mapping[str, str], kind: ConditionType, finding: Finding) -> Condition:
+    unchanged = before.get("status") == finding.status
+    return Condition(
+        type=kind,
+        status=finding.status,
+        reason=finding.reason,
+        message=finding.message[:4096],
+        observed_generation=look.generation,
+        last_transition_time=before["lastTransitionTime"] if unchanged else format_time(look.now_s),
+    )
+
+
+def _findings(look: Look) -> dict[ConditionType, Finding]:
+    """In dependency order: what the summary needs comes first."""
+    roles = {role: _role_ready(look, role) for role in Role}
+    router = _router_ready(look)
+    available = _available(look)
+    stalled = _stalled(look)
+    return {
+        ConditionType.READY: _ready(look, [*roles.values(), router]),
+        ConditionType.AVAILABLE: available,
+        ConditionType.PROGRESSING: _progressing(look, stalled),
+        ConditionType.PLAN_RESOLVED: _plan_resolved(look),
+        ConditionType.PREFILL_READY: roles[Role.PREFILL],
+        ConditionType.DECODE_READY: roles[Role.DECODE],
+        ConditionType.ROUTER_READY: router,
+        ConditionType.FABRIC_VERIFIED: Finding("Unknown", Reason.NOT_CHECKED, "the fabric is not measured"),
+        ConditionType.WEIGHTS_READY: _weights_ready(look),
+        ConditionType.CAPACITY_AVAILABLE: _capacity_available(look),
+        ConditionType.SCALING_ACTIVE: Finding("False", Reason.FIXED_GROUPS, "the spec sets the number of groups"),
+        ConditionType.DEGRADED: _degraded(look, available),
+        ConditionType.STALLED: stalled,
+    }
+
+
+_WORST_FIRST = (
+    Reason.NAME_CONFLICT,
+    Reason.RESTART_BUDGET_EXHAUSTED,
+    Reason.WEIGHTS_MISSING,
+    Reason.IMAGE_UNAVAILABLE,
+    Reason.INSUFFICIENT_CAPACITY,
+    Reason.GROUP_RESTARTING,
+    Reason.PODS_NOT_READY,
+    Reason.UPDATING,
+    Reason.DRAINING,
+    Reason.GROUPS_STARTING,
+)
+
+
+def _worst(look: Look, decisions: list[GroupDecision]) -> Finding | None:
+    """What to say first about groups that are not ready, if any is not."""
+    waiting = [one for one in decisions if not look.is_ready(one.key)]
+    if not waiting:
+        return None
+
+    def rank(one: GroupDecision) -> int:
+        return _WORST_FIRST.index(one.reason) if one.reason in _WORST_FIRST else len(_WORST_FIRST)
+
+    worst = min(waiting, key=rank)
+    reason, message = worst.reason, worst.message
+    if worst.state is GroupState.READY:  # ready, at another revision
+        reason = Reason.PAUSED if look.is_paused else Reason.UPDATING
+        message = "runs the previous revision" + (" while the rollout is paused" if look.is_paused else "")
+    if reason is Reason.INSUFFICIENT_CAPACITY and look.shortage:
+        message = look.shortage
+    if (said := _checkpoint_failure(worst)) is not None and reason is Reason.GROUP_RESTARTING:
+        message = said
+    more = f" ({len(waiting) - 1} more groups are not ready)" if len(waiting) > 1 else ""
+    return Finding("False", reason, f"{worst.key.role} group {worst.key.group}: {message}{more}")
+
+
+def _role_ready(look: Look, role: Role) -> Finding:
+    if look.is_suspended:
+        return Finding("False", Reason.SUSPENDED, "spec.suspend is true")
+    decisions = look.of(role)
+    if not decisions:
+        return Finding("False", Reason.RECONCILING, "no group exists yet")
+    return _worst(look, decisions) or Finding(
+        "True", Reason.GROUPS_READY, f"{len(decisions)} of {len(decisions)} groups"
+    )
+
+
+def _router_ready(look: Look) -> Finding:
+    if look.is_suspended:
+        return Finding("False", Reason.SUSPENDED, "spec.suspend is true")
+    router, wanted = look.seen.router, look.router_replicas
+    if wanted and router.settled and min(router.ready, router.updated) >= wanted:
+        return Finding("True", Reason.PODS_READY, f"{router.ready} of {wanted} pods")
+    waiting = next((pod for pod in router.pods if pod.waiting or pod.unschedulable is not None), None)
+    why = f"; {waiting.name}: {waiting.unschedulable or ': '.join(waiting.waiting or ())}" if waiting else ""
+    return Finding("False", Reason.PODS_NOT_READY, f"{router.ready} of {wanted} router pods ready{why}")
+
+
+def _available(look: Look) -> Finding:
+    """Whether requests are answered, at whatever revision."""
+    missing = [
+        f"a ready {role} group" for role in Role if not any(one.state is GroupState.READY for one in look.of(role))
+    ]
+    missing += [] if look.seen.router.ready else ["a ready router pod"]
+    if not missing:
+        return Finding("True", Reason.SERVING)
+    reason = Reason.SUSPENDED if look.is_suspended else Reason.PODS_NOT_READY
+    return Finding("False", reason, f"needs {' and '.join(missing)}")
+
+
+def _ready(look: Look, parts: list[Finding]) -> Finding:
+    for refusal in (look.refusal, look.apply_refusal):
+        if refusal is not None:
+            return Finding("False", refusal.reason, refusal.message)
+    if look.is_suspended:
+        return Finding("False", Reason.SUSPENDED, "spec.suspend is true")
+    unready = [part for part in parts if part.status != "True"]
+    if not unready:
+        return Finding("True", Reason.AS_DESIRED)
+    worst = min(unready, key=lambda part: _WORST_FIRST.index(part.reason) if part.reason in _WORST_FIRST else 99)
+    return Finding("False", worst.reason, worst.message)
+
+
+def _stalled(look: Look) -> Finding:
+    for refusal in (look.refusal, look.apply_refusal):
+        if refusal is not None:
+            return Finding("True", refusal.reason, refusal.message)
+    for decision in look.decisions.values():
+        if decision.reason in (Reason.RESTART_BUDGET_EXHAUSTED, Reason.NAME_CONFLICT):
+            where = f"{decision.key.role} group {decision.key.group}"
+            return Finding("True", decision.reason, f"{where}: {decision.message}")
+    return Finding("False", Reason.AS_DESIRED)
+
+
+def _progressing(look: Look, stalled: Finding) -> Finding:
+    if look.is_suspended:
+        leaving = any(one.state is GroupState.DRAINING for one in look.decisions.values())
+        return Finding("True" if leaving else "False", Reason.SUSPENDED, "spec.suspend is true")
+    moving = [
+        one
+        for one in look.decisions.values()
+        if not look.is_ready(one.key) and one.reason not in (Reason.RESTART_BUDGET_EXHAUSTED, Reason.NAME_CONFLICT)
+    ]
+    outdated = [one for one in moving if one.state is GroupState.READY]
+    if look.is_paused and moving and len(outdated) == len(moving):
+        return Finding("False", Reason.PAUSED, f"{len(outdated)} groups run the previous revision")
+    if not moving:
+        return Finding("False", stalled.reason, stalled.message)
+    worst = _worst(look, moving)
+    return Finding("True", worst.reason, worst.message) if worst else Finding("True", Reason.RECONCILING)
+
+
+def _plan_resolved(look: Look) -> Finding:
+    if look.refusal is not None:
+        return Finding("False", look.refusal.reason, look.refusal.message)
+    drift = _pool_drift(look)
+    if drift:
+        return Finding("True", Reason.POOLS_DIFFER, "; ".join(text for text, _ in drift))
+    return Finding("True", Reason.PLAN_FITS, look.plan.decode.binds if look.plan else "")
+
+
+def _pool_drift(look: Look) -> list[tuple[str, bool]]:
+    """Pools that differ from the plan by more than DRIFT, and whether they are smaller."""
+    found = []
+    for key, measured in sorted(look.measured.items()):
+        if look.plan is None:
+            break
+        plan = look.plan.prefill if key.role is Role.PREFILL else look.plan.decode
+        pairs = {
+            "KV pages": (measured.num_pages, plan.num_pages),
+            "state slots": (measured.num_state_slots, plan.num_state_slots),
+            "maxNumSeqs": (measured.max_num_seqs, plan.max_num_seqs),
+        }
+        for what, (have, planned) in pairs.items():
+            if abs(have - planned) > DRIFT * planned:
+                text = f"{key.role} group {key.group}: {have} {what} a lane, planned {planned}"
+                found.append((text, have < planned))
+    return found
+
+
+def _checkpoint_failure(decision: GroupDecision) -> str | None:
+    """What a worker said about the checkpoint, while its group is not ready."""
+    if decision.state is GroupState.READY:
+        return None
+    if decision.reason is Reason.WEIGHTS_MISSING:
+        return decision.message
+    if decision.state is GroupState.FAILED and is_about_checkpoint(decision.message):
+        return decision.message
+    failure = decision.stamp.failure if decision.stamp else None
+    if failure is not None and decision.reason is Reason.GROUP_RESTARTING and is_about_checkpoint(failure.message):
+        return f"{failure.pod}: {failure.message}"
+    return None
+
+
+def _weights_ready(look: Look) -> Finding:
+    if look.is_suspended:
+        return Finding("Unknown", Reason.SUSPENDED, "no group runs")
+    decisions = list(look.decisions.values())
+    for decision in decisions:
+        if (said := _checkpoint_failure(decision)) is not None:
+            return Finding("False", Reason.WEIGHTS_MISSING, f"{decision.key.role} group {decision.key.group}: {said}")
+    if decisions and all(one.state is GroupState.READY for one in decisions):
+        return Finding("True", Reason.WEIGHTS_LOADED)
+    return Finding("Unknown", Reason.GROUPS_STARTING, "some groups have not loaded yet")
+
+
+def _capacity_available(look: Look) -> Finding:
+    if look.shortage is not None:
+        return Finding("False", Reason.INSUFFICIENT_CAPACITY, look.shortage)
+    if look.is_suspended:
+        return Finding("Unknown", Reason.SUSPENDED, "no group runs")
+    pods = [pod for group in look.seen.groups.values() for pod in group.current]
+    if pods and len(pods) >= sum(group.replicas for group in look.wanted) and all(pod.node for pod in pods):
+        return Finding("True", Reason.CAPACITY_SUFFICIENT, f"{len(pods)} pods have their nodes")
+    return Finding("Unknown", Reason.RECONCILING, "pods are not scheduled yet")
+
+
+def _degraded(look: Look, available: Finding) -> Finding:
+    if look.is_suspended:
+        return Finding("False", Reason.SUSPENDED, "spec.suspend is true")
+    smaller = [text for text, is_smaller in _pool_drift(look) if is_smaller]
+    if smaller:
+        return Finding("True", Reason.POOLS_DIFFER, "; ".join(smaller))
+    down = [one for one in look.decisions.values() if one.state is not GroupState.READY]
+    if available.status == "True" and down:
+        worst = _worst(look, down)
+        return Finding("True", worst.reason if worst else Reason.PODS_NOT_READY, worst.message if worst else "")
+    return Finding("False", Reason.AS_DESIRED)

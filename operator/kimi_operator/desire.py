@@ -1,0 +1,125 @@
+"""Pure: from a KimiDeployment's document to what is wanted of the cluster, or to why its spec is not acted on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from kimi_operator.api.base import parse
+from kimi_operator.api.conditions import Reason
+from kimi_operator.api.deployment import KimiDeploymentSpec, Role
+from kimi_operator.api.profile import HardwareProfile
+from kimi_operator.api.status import PlanStatus
+from kimi_operator.decide.evidence import Patience
+from kimi_operator.decide.groups import GroupDecision, GroupPolicy, GroupWanted
+from kimi_operator.errors import InvalidSpec
+from kimi_operator.look import Refusal
+from kimi_operator.observe import NodeSeen, Observed
+from kimi_operator.planner import Infeasible, make_plan
+from kimi_operator.planner.report import plan_status
+from kimi_operator.profiles import architecture, select_profile
+from kimi_operator.render import GroupStamp, RenderConfig, Rendered, RenderInputs, render
+from kimi_operator.render.names import GroupKey, Owner
+from kimi_operator.render.worker import role_revision
+from kimi_operator.store import Document
+from kimi_operator.times import format_time
+
+START_MARGIN_S = 60.0
+"""Beyond the startup probe's own budget: the kubelet acts first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Desired:
+    """A spec with its plan: everything can be rendered."""
+
+    inputs: RenderInputs
+    revisions: Mapping[Role, str]
+    groups: tuple[GroupWanted, ...]
+    policy: GroupPolicy
+    plan: PlanStatus
+
+    def render(self, decisions: Mapping[GroupKey, GroupDecision]) -> Rendered:
+        """The children, with each group's generation as decided."""
+        stamps = {
+            key: GroupStamp(one.stamp.generation, format_time(one.stamp.restarted_s) if one.stamp.restarted_s else None)
+            for key, one in decisions.items()
+            if one.stamp is not None
+        }
+        inputs = self.inputs
+        return render(
+            RenderInputs(inputs.owner, inputs.spec, inputs.plan, inputs.profile, inputs.config, group_stamps=stamps)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Profiles:
+    """The cluster's HardwareProfiles: those that can be read, and why the others cannot."""
+
+    known: Mapping[str, HardwareProfile]
+    broken: Mapping[str, str]
+
+
+def desire(
+    document: Document, profiles: Profiles, nodes: Iterable[NodeSeen], config: RenderConfig, node_s: float
+) -> Desired | Refusal:
+    """Read the spec, find its hardware, plan. `node_s`: how long a node may be NotReady."""
+    try:
+        spec = parse(KimiDeploymentSpec, document.get("spec", {}), "spec")
+    except InvalidSpec as error:
+        return Refusal(Reason.INVALID_SPEC, str(error))
+    if (broken := profiles.broken.get(spec.hardware.profile or "")) is not None:
+        return Refusal(Reason.PROFILE_UNKNOWN, broken)
+    try:
+        known = architecture(spec.model.architecture)
+    except InvalidSpec as error:
+        return Refusal(Reason.ARCHITECTURE_UNKNOWN, str(error))
+    try:
+        profile = select_profile(spec, profiles.known, [node.labels for node in nodes])
+    except InvalidSpec as error:
+        return Refusal(Reason.PROFILE_UNKNOWN, str(error))
+    plan = make_plan(known, spec, profile)
+    if isinstance(plan, Infeasible):
+        return Refusal(Reason.DOES_NOT_FIT, str(plan))
+    metadata = document["metadata"]
+    inputs = RenderInputs(Owner(metadata["name"], metadata["namespace"], metadata["uid"]), spec, plan, profile, config)
+    revisions = {role: role_revision(inputs, role) for role in Role}
+    return Desired(
+        inputs, revisions, _groups(inputs, revisions), _policy(spec, profile, node_s), plan_status(plan, profile)
+    )
+
+
+def keep_running(document: Document, seen: Observed) -> tuple[GroupWanted, ...]:
+    """What a refused spec leaves as it is: the groups that exist, as they are. They are still healed."""
+    metadata = document["metadata"]
+    return tuple(
+        GroupWanted(key, metadata["name"], metadata["uid"], group.replicas, group.revision, group.replicas == 0)
+        for key, group in sorted(seen.groups.items())
+    )
+
+
+def read_profiles(documents: Iterable[Document]) -> Profiles:
+    """Read each profile. One that cannot be read must not hinder those who do not name it."""
+    known, broken = {}, {}
+    for document in documents:
+        name = document["metadata"]["name"]
+        try:
+            known[name] = parse(HardwareProfile, document, f"HardwareProfile {name}")
+        except InvalidSpec as error:
+            broken[name] = str(error)
+    return Profiles(known, broken)
+
+
+def _groups(inputs: RenderInputs, revisions: Mapping[Role, str]) -> tuple[GroupWanted, ...]:
+    owner, spec = inputs.owner, inputs.spec
+    return tuple(
+        GroupWanted(
+            GroupKey(role, index), owner.name, owner.uid, spec.role(role).nodes_per_group, revisions[role], spec.suspend
+        )
+        for role in Role
+        for index in range(spec.role(role).groups)
+    )
+
+
+def _policy(spec: KimiDeploymentSpec, profile: HardwareProfile, node_s: float) -> GroupPolicy:
+    start_s = profile.spec.pod.startup_budget_seconds + START_MARGIN_S
+    return GroupPolicy(restart_budget=spec.restart_budget, patience=Patience(start_s=start_s, node_s=node_s))

@@ -1,0 +1,201 @@
+"""The loop's body: observe, desire, decide, act, report. One call brings one KimiDeployment one step closer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import structlog
+
+from kimi_operator.actor import Actor
+from kimi_operator.api.conditions import Reason
+from kimi_operator.api.deployment import Role
+from kimi_operator.api.status import GroupState, MeasuredPools
+from kimi_operator.cluster import Cluster
+from kimi_operator.decide.capacity import Capacity, find_shortage
+from kimi_operator.decide.evidence import Scene
+from kimi_operator.decide.groups import GroupDecision, GroupPolicy, GroupWanted
+from kimi_operator.decide.rollout import decide_groups
+from kimi_operator.desire import Desired, Profiles, desire, keep_running, read_profiles
+from kimi_operator.errors import InvalidSpec
+from kimi_operator.journal import Journal, News, news_of
+from kimi_operator.look import Look, Refusal
+from kimi_operator.measure import PoolReader
+from kimi_operator.metrics import Metrics
+from kimi_operator.observe import Observed, observe
+from kimi_operator.queue import FORGET
+from kimi_operator.render import RenderConfig, Rendered
+from kimi_operator.render.names import GroupKey
+from kimi_operator.status import build_status
+from kimi_operator.store import Document, ObjectKey, ResourceKey, Store
+from kimi_operator.witness import Witness, is_hanging
+
+REFUSED_LOOK_AGAIN_S = 60.0
+SHORT_LOOK_AGAIN_S = 15.0
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one reconcile found and decided."""
+
+    document: Document
+    now_s: float
+    seen: Observed
+    desired: Desired | Refusal
+    wanted: tuple[GroupWanted, ...]
+    decisions: Mapping[GroupKey, GroupDecision]
+    rendered: Rendered | None
+
+
+@dataclass(slots=True)
+class Reconciler:
+    """Everything a reconcile needs, wired once."""
+
+    cluster: Cluster
+    store: Store
+    config: RenderConfig
+    journal: Journal
+    pools: PoolReader
+    metrics: Metrics
+    node_grace_s: float
+    witness: Witness = field(init=False)
+    actor: Actor = field(init=False)
+    _profiles: tuple[tuple[str, ...], Profiles] = field(default=((), Profiles({}, {})), init=False)
+
+    def __post_init__(self) -> None:
+        self.witness = Witness(self.cluster, self.store)
+        self.actor = Actor(self.cluster, self.store)
+
+    async def __call__(self, key: ResourceKey) -> float | None:
+        """Reconcile; the answer is when to look again, in seconds."""
+        document = self.store.get(ObjectKey("KimiDeployment", *key))
+        if document is None or document["metadata"].get("deletionTimestamp"):
+            self.metrics.forget_groups(key)
+            return FORGET
+        step = await self._decide(key, document)
+        refused = None
+        try:
+            await self.actor.act(document, step.rendered, step.decisions, step.seen)
+        except InvalidSpec as error:
+            # What the API server refuses is told to the user, who alone can mend it.
+            refused = Refusal(Reason.APPLY_REFUSED, str(error))
+        seen = await self._observe(key, step.now_s)
+        measured = await self.pools.read(seen.groups, step.decisions)
+        shortage = await self._shortage(step, seen)
+        look = make_look(step, seen, refused, measured, shortage)
+        await self._report(key, step, build_status(look))
+        return self._look_again_s(key, step, look)
+
+    async def _decide(self, key: ResourceKey, document: Document) -> Step:
+        now_s = time.time()
+        seen = await self._observe(key, now_s)
+        desired = desire(document, self._read_profiles(), seen.nodes.values(), self.config, self.node_grace_s)
+        scene = Scene(seen.nodes, now_s)
+        if isinstance(desired, Refusal):
+            wanted, policy, paused = keep_running(document, seen), GroupPolicy(), True
+        else:
+            wanted, policy, paused = desired.groups, desired.policy, desired.inputs.spec.rollout.paused
+        decisions = decide_groups(wanted, seen.groups, scene, policy, paused=paused)
+        rendered = None if isinstance(desired, Refusal) else desired.render(decisions)
+        return Step(document, now_s, seen, desired, wanted, decisions, rendered)
+
+    async def _observe(self, key: ResourceKey, now_s: float) -> Observed:
+        children, nodes = self.store.of_owner(key), self.store.of_kind("Node")
+        return observe(children, nodes, await self.witness.mount_failures(children, now_s))
+
+    def _read_profiles(self) -> Profiles:
+        documents = self.store.of_kind("HardwareProfile")
+        versions = tuple(one["metadata"]["name"] + one["metadata"]["resourceVersion"] for one in documents)
+        if self._profiles[0] != versions:
+            self._profiles = (versions, read_profiles(documents))
+        return self._profiles[1]
+
+    async def _shortage(self, step: Step, seen: Observed) -> str | None:
+        if isinstance(step.desired, Refusal):
+            return None
+        if not any(pod.unschedulable is not None for group in seen.groups.values() for pod in group.current):
+            return None
+        spec, resource = step.desired.inputs.spec, step.desired.inputs.profile.spec.gpu.resource
+        in_use = await self.witness.gpus_in_use(resource, step.now_s)
+        gpus = {role.value: spec.role(role).gpus_per_node for role in Role}
+        return find_shortage(step.wanted, seen, Capacity(resource, gpus, in_use))
+
+    async def _report(self, key: ResourceKey, step: Step, status: Mapping[str, object]) -> None:
+        """Write the status if it differs, tell what is news, log what changed."""
+        metadata, before = step.document["metadata"], step.document.get("status", {})
+        restarted = [one for one in step.decisions.values() if one.restarted]
+        news = [
+            News("Warning", one.reason, f"{one.key.role} group {one.key.group} restarts: {one.message}")
+            for one in restarted
+        ]
+        for one in restarted:
+            self.metrics.restarts.labels(key.namespace, key.name, one.key.role.value).inc()
+            log.warning("group_restarted", deployment=str(key), group=str(one.key), why=one.message)
+        self.metrics.set_groups(key, step.decisions)
+        if status != before:
+            await self.cluster.write_status(ObjectKey("KimiDeployment", *key), metadata["uid"], status)
+            news += news_of(before, status)
+            log.info("status_changed", deployment=str(key), **_summary(status))
+        await self.journal.write(step.document, news, step.now_s)
+
+    def _look_again_s(self, key: ResourceKey, step: Step, look: Look) -> float | None:
+        """When time alone may change something: deadlines of groups, and answers that no watch brings."""
+        moments = [one.look_again_s - step.now_s for one in step.decisions.values() if one.look_again_s is not None]
+        if look.apply_refusal is not None or look.shortage is not None:
+            moments.append(REFUSED_LOOK_AGAIN_S)
+        pods = self.store.of_owner(key)
+        later_s = step.now_s + 2 * SHORT_LOOK_AGAIN_S
+        unmeasured = any(
+            one.state is GroupState.READY and one.key not in look.measured for one in step.decisions.values()
+        )
+        if unmeasured or any(is_hanging(pod, later_s) for pod in pods):
+            moments.append(SHORT_LOOK_AGAIN_S)
+        return max(0.05, min(moments)) if moments else None
+
+
+def make_look(
+    step: Step,
+    seen: Observed,
+    refused: Refusal | None,
+    measured: Mapping[GroupKey, MeasuredPools],
+    shortage: str | None,
+) -> Look:
+    """All of a step that its status is made of."""
+    metadata, desired = step.document["metadata"], step.desired
+    common = Look(
+        name=metadata["name"],
+        namespace=metadata["namespace"],
+        generation=metadata.get("generation", 0),
+        now_s=step.now_s,
+        seen=seen,
+        previous=step.document.get("status", {}),
+        apply_refusal=refused,
+        wanted=step.wanted,
+        decisions=step.decisions,
+        measured=measured,
+        shortage=shortage,
+    )
+    if isinstance(desired, Refusal) or step.rendered is None:
+        counts = {role: len(common.of(role)) for role in Role}
+        refusal = desired if isinstance(desired, Refusal) else None
+        return replace(common, refusal=refusal, desired=counts, router_replicas=seen.router.desired)
+    spec = desired.inputs.spec
+    return replace(
+        common,
+        plan=desired.plan,
+        revision=step.rendered.revision,
+        revisions=desired.revisions,
+        desired={role: spec.role(role).groups for role in Role},
+        router_replicas=spec.router.replicas,
+        is_paused=spec.rollout.paused,
+        is_suspended=spec.suspend,
+    )
+
+
+def _summary(status: Mapping[str, object]) -> dict[str, str]:
+    conditions = status["conditions"]
+    assert isinstance(conditions, list)
+    ready = next(one for one in conditions if one["type"] == "Ready")
+    return {"ready": ready["status"], "reason": ready["reason"], "message": ready.get("message", "")}
