@@ -73,8 +73,13 @@ def matches(match: MatchSpec, labels: Mapping[str, str]) -> bool:
     if device not in match.device_ids:
         return False
     vram = _gpu_label(labels, "vram")
-    # The node labeller writes 192G for 192 GiB.
-    return match.vram is None or vram is None or parse_bytes(vram.removesuffix("i") + "i") == match.vram
+    if match.vram is None or vram is None:
+        return True
+    try:
+        # The node labeller writes 192G for 192 GiB.
+        return parse_bytes(vram.removesuffix("i") + "i") == match.vram
+    except ValueError:
+        return False
 
 
 def _gpu_label(labels: Mapping[str, str], name: str) -> str | None:

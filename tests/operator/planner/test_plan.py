@@ -221,6 +221,7 @@ def test_a_profile_is_found_by_device_id_and_memory(labels: dict[str, str], name
         [],
         [{"amd.com/gpu.product-name": "AMD_Instinct_MI300X"}],
         [{"amd.com/gpu.device-id": "74a1", "amd.com/gpu.vram": "24G"}],
+        [{"amd.com/gpu.device-id": "74a1", "amd.com/gpu.vram": "unknown"}],
         [{"amd.com/gpu.device-id": "74a1"}, {"amd.com/gpu.device-id": "74a5"}],
     ],
 )
