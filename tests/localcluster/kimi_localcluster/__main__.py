@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import sys
 from collections import deque
-from typing import Annotated, Any, Literal
+from dataclasses import fields
+from typing import Annotated, Literal
 
 from cyclopts import App, Parameter
 from rich.console import Console
@@ -59,7 +60,9 @@ def up(
         wanted = ClusterSpec(name, nodes, gpus, device_id, vram or default_vram(device_id), image)
         running = Cluster.attach(name).spec
         if running != wanted:
-            raise LocalClusterError(f"cluster {name} runs as {running}, asked for {wanted}; end it with down first")
+            raise LocalClusterError(
+                f"cluster {name} runs with other values: {_differences(running, wanted)}; run down first"
+            )
         progress.say(f"Cluster {name} is up already.")
         return
     Cluster.up(
@@ -67,6 +70,11 @@ def up(
     )
     option = "" if name == DEFAULT_NAME else f" --name {name}"
     progress.say(f"Cluster {name} is up. Try: localcluster kubectl{option} get nodes")
+
+
+def _differences(running: ClusterSpec, wanted: ClusterSpec) -> str:
+    pairs = ((field.name, getattr(running, field.name), getattr(wanted, field.name)) for field in fields(wanted))
+    return ", ".join(f"{name} is {has}, asked for {wants}" for name, has, wants in pairs if has != wants)
 
 
 @app.command

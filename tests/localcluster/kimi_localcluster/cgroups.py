@@ -33,11 +33,11 @@ class Cgroups:
         return f"/{self._top}/node{node}"
 
     def hierarchies(self) -> list[Path]:
-        """Mount points in which a kubelet creates groups; a v2 tree beside v1 hierarchies is not one of them."""
+        """Mount points of the trees that hold groups: one on v2; on v1 one a controller, often with a v2 beside."""
         if self.is_v2:
             return [self._root]
-        links = [path for path in self._root.iterdir() if path.is_dir() and not path.is_symlink()]
-        return sorted(path for path in links if (path / "tasks").exists())
+        folders = [path for path in self._root.iterdir() if path.is_dir() and not path.is_symlink()]
+        return sorted(path for path in folders if (path / "cgroup.procs").exists())
 
     def create(self, num_nodes: int) -> None:
         """Make the groups of all nodes. Raises LocalClusterError where the machine does not allow it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -34,6 +35,7 @@ from kimi_localcluster.shell import UNSHARE, file_lock, run
 from kimi_localcluster.spec import DEFAULT_IMAGES, DEFAULT_NAME, ClusterSpec, default_vram
 
 START_TIMEOUT_S = 180.0
+END_TIMEOUT_S = 30.0
 POLL_S = 0.1
 
 
@@ -47,7 +49,6 @@ class Cluster(Kube):
         self.paths = ClusterPaths(name)
         self.name = name
         self._lifeline_fd: int | None = None
-        self._keeper: subprocess.Popen[str] | None = None
 
     @classmethod
     def up(
@@ -193,37 +194,37 @@ class Cluster(Kube):
     # --- start and end -----------------------------------------------------------------------------------------
 
     def _start(self, order: Order, *, is_tied: bool, timeout_s: float, progress: Progress) -> None:
-        read_fd, write_fd = os.pipe()
-        self._lifeline_fd = write_fd
+        """Start the keeper, detached, and wait; two pipes tell each side when the other has ended."""
+        lifeline_read, self._lifeline_fd = os.pipe()
+        keeper_fd, keeper_write = os.pipe()
         log = cache_dir() / "logs" / f"keeper-{self.name}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
-        argv = [sys.executable, "-m", MODULE, self.name, str(read_fd)]
+        argv = ["setsid", "--fork", sys.executable, "-m", MODULE, self.name, str(lifeline_read)]
         try:
             with log.open("w") as output:
-                self._keeper = subprocess.Popen(
-                    argv, stdin=subprocess.PIPE, stdout=output, stderr=output, text=True,
-                    pass_fds=[read_fd], start_new_session=True,
+                subprocess.run(
+                    argv, input=order.to_json(), stdout=output, stderr=output, text=True, check=True,
+                    pass_fds=[lifeline_read, keeper_write],
                 )  # fmt: skip
-            os.close(read_fd)
-            assert self._keeper.stdin is not None
-            self._keeper.stdin.write(order.to_json())
-            self._keeper.stdin.close()
-            self._wait_until_up(log, timeout_s, progress)
+            os.close(lifeline_read)
+            os.close(keeper_write)
+            self._wait_until_up(keeper_fd, log, timeout_s, progress)
         except BaseException:
             # Closing the lifeline ends the cluster, and the keeper removes its traces.
             self._release_lifeline()
-            self._wait_for_keeper()
+            _is_closed(keeper_fd, END_TIMEOUT_S)
             raise
+        finally:
+            os.close(keeper_fd)
         if not is_tied:
-            os.write(write_fd, b"1")
+            os.write(self._lifeline_fd, b"1")
             self._release_lifeline()
 
-    def _wait_until_up(self, log: Path, timeout_s: float, progress: Progress) -> None:
+    def _wait_until_up(self, keeper_fd: int, log: Path, timeout_s: float, progress: Progress) -> None:
         deadline = time.monotonic() + timeout_s
-        assert self._keeper is not None
         with progress.step(f"Starting cluster {self.name}", expected_s=12) as step:
             while True:
-                if self._keeper.poll() is not None:
+                if _is_closed(keeper_fd, POLL_S):
                     raise LocalClusterError(
                         f"cluster {self.name} ended while it started; {log}:\n{tail(log)}\n"
                         f"{self.paths.logs}/control.log:\n{tail(self.paths.logs / 'control.log')}"
@@ -239,24 +240,21 @@ class Cluster(Kube):
                     raise WaitTimeoutError(
                         f"cluster {self.name} is not up after {timeout_s:g} s: {step.line()}; logs in {self.paths.logs}"
                     )
-                time.sleep(POLL_S)
 
     def _release_lifeline(self) -> None:
         if self._lifeline_fd is not None:
             os.close(self._lifeline_fd)
             self._lifeline_fd = None
 
-    def _wait_for_keeper(self, timeout_s: float = 30) -> None:
-        """Wait until the keeper has removed the cluster's traces; it may be a child of ours or not."""
-        deadline = time.monotonic() + timeout_s
-        while keeper_process(self.paths) and (self._keeper is None or self._keeper.poll() is None):
+    def _wait_for_keeper(self) -> None:
+        """Wait until the keeper has removed the cluster's traces."""
+        deadline = time.monotonic() + END_TIMEOUT_S
+        while keeper_process(self.paths):
             if time.monotonic() > deadline:
                 raise LocalClusterError(
                     f"the keeper of cluster {self.name} does not end; see {cache_dir()}/logs/keeper-{self.name}.log"
                 )
             time.sleep(0.02)
-        if self._keeper is not None:
-            self._keeper.wait(timeout_s)
 
     def down(self) -> None:
         """End the cluster and remove everything of it but its logs; no effect if there is none."""
@@ -295,6 +293,11 @@ class ExistingCluster(Kube):
         if hasattr(Cluster, name):
             raise LocalClusterError(f"{self.kubeconfig} names an existing cluster; {name} works on a local one only")
         raise AttributeError(name)
+
+
+def _is_closed(fd: int, timeout_s: float) -> bool:
+    """Whether the other end of a pipe that carries nothing closes within the time."""
+    return bool(select.select([fd], [], [], timeout_s)[0])
 
 
 def check_machine() -> None:
