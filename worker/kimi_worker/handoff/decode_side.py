@@ -1,8 +1,7 @@
 """Decode's half of the handoff: reservations that prefill lanes fill. See session.py for the story."""
 
-from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from kimi_worker.handoff.actions import (
@@ -54,8 +53,6 @@ class _Peer:
     """When it last answered a Hello of the present epochs."""
     unanswered_since: float | None = None
     next_hello: float = float("-inf")
-    retired: deque[int] = field(default_factory=lambda: deque(maxlen=8))
-    """Epochs that are gone; a late Hello of theirs is ignored."""
 
 
 @dataclass(slots=True)
@@ -294,7 +291,7 @@ class DecodeSide:
 
     def _meet(self, endpoint: str, hello: Hello, now: float) -> list[Action]:
         peer = self._peers.get(endpoint)
-        if peer is None or hello.epoch in peer.retired or self._revoked is not None:
+        if peer is None or self._revoked is not None:
             return []
         mine = self._identity.layout_hash
         if hello.layout_hash != mine:
@@ -304,8 +301,6 @@ class DecodeSide:
             return self._lose(peer, "layout_mismatch", text, now)
         actions: list[Action] = []
         if peer.epoch not in (None, hello.epoch):
-            assert peer.epoch is not None
-            peer.retired.append(peer.epoch)
             actions += self._lose(
                 peer, "handoff_failed", f"{endpoint} restarted during the handoff", now, sent_only=True
             )

@@ -1,6 +1,5 @@
 """Prefill's half of the handoff: transfers that decode lanes asked for. See session.py for the story."""
 
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
@@ -118,7 +117,6 @@ class PrefillSide:
         self._notify_early = notify_before_writes_land
         self._links: dict[tuple[str, int], _Link] = {}
         self._current: dict[str, int] = {}
-        self._retired: dict[str, deque[int]] = {}
         self._watching = False
 
     @property
@@ -216,8 +214,6 @@ class PrefillSide:
 
     def _meet(self, peer: str, hello: Hello, now: float) -> list[Action]:
         answer = self._hello(peer, hello.epoch)
-        if hello.epoch in self._retired.get(peer, ()):
-            return []
         if hello.layout_hash != self._identity.layout_hash:
             # Decode sees the difference in the answer; without a link nothing is ever written
             return [answer]
@@ -225,9 +221,9 @@ class PrefillSide:
             return []
         actions: list[Action] = []
         current = self._current.get(peer)
+        # A Hello that was overtaken by a newer epoch's turns the link back until decode's next one: harmless, only slow
         if current is not None and current != hello.epoch:
             actions += self._close(self._links[peer, current], f"{peer} took a new epoch")
-            self._retired.setdefault(peer, deque(maxlen=8)).append(current)
         link = self._links.get((peer, hello.epoch))
         if link is None or link.state is LinkState.CLOSED:
             if link is None:
@@ -280,7 +276,6 @@ class PrefillSide:
             del self._links[link.peer, link.epoch]
             if self._current.get(link.peer) == link.epoch:
                 del self._current[link.peer]
-                self._retired.pop(link.peer, None)
         return []
 
     # One transfer
@@ -405,7 +400,8 @@ class PrefillSide:
             error = f"wrote to other places than asked (digest {report.digest}, expected {transfer.ready.digest})"
         if error:
             transfer.error = f"rank {report.rank}: {error}"
-        transfer.settled = transfer.settled and report.settled
+        # Without the fence, which an error skips, a write that completed locally may still be under way
+        transfer.settled = transfer.settled and report.settled and (bool(report.error) or not self._fence)
         transfer.pending.discard(report.rank)
         if transfer.pending:
             return []

@@ -174,6 +174,11 @@ class SimTransport:
         if wire is not None:
             self._break(wire, f"disconnected from {peer}")
 
+    def break_wires(self) -> None:
+        """The fabric loses this transport's connections; the process notices when it uses them."""
+        for wire in self._wires.values():
+            self._break(wire, "the connection broke")
+
     def post_write(self, peer: str, copies: Sequence[Copy]) -> int:
         pieces = [piece for copy in copies for piece in self._pieces(copy)]
         post = self._new_post(peer, len(pieces))

@@ -9,6 +9,7 @@ from kimi_worker.handoff.sim import Fabric, Faults, Loop, SimNetwork, SimTranspo
 FAULTS_S = 20.0
 SETTLE_S = 120.0
 """Longer than all time-outs in a row."""
+PROBE_S = 20.0
 
 
 class Walk:
@@ -37,7 +38,6 @@ class Walk:
         self.prefills = [self._prefill(f"prefill-{index}", "layout-a") for index in range(rng.choice([1, 2]))]
         if rng.random() < 0.2:
             self.prefills.append(self._prefill("prefill-other", "layout-b"))
-        self._outcomes: Counter[str] = Counter()
 
     def run(self) -> Counter[str]:
         """Run to the end and return how the requests ended. Raises InvariantError with the last events as a note."""
@@ -46,11 +46,14 @@ class Walk:
             self.world.loop.run(FAULTS_S)
             self._heal()
             self.world.loop.run(FAULTS_S + SETTLE_S)
-            self._check_end()
+            self._check_idle()
+            self._probe()
+            self._check_idle()
         except (InvariantError, AssertionError, RuntimeError) as error:
             error.add_note("\n".join(" ".join(map(str, event)) for event in self._trace))
             raise
-        return self._outcomes
+        outcomes = [outcome for lane in self.decodes for outcome in lane.outcomes.values()]
+        return Counter(outcome.ended or "lost" for outcome in outcomes)
 
     def _note(self, *what: object) -> None:
         self._trace.append((round(self.world.loop.now, 4), *what))
@@ -63,7 +66,7 @@ class Walk:
     def _prefill(self, endpoint: str, layout_hash: str) -> PrefillLane:
         fence = self.world.fabric.completes_locally
         lane = PrefillLane(self.world, endpoint, layout_hash, fence=fence, early=self._early)
-        lane.trouble = self._rng.choice([0, 0.2])
+        lane.trouble = self._rng.choice([0, 0.2]) if self.world.loop.now < FAULTS_S else 0.0
         self._owners |= dict.fromkeys(lane.transports, lane)
         return lane
 
@@ -89,6 +92,8 @@ class Walk:
             loop.after(rng.uniform(0, FAULTS_S), self._crash)
         for _ in range(rng.choice([0, 0, 1, 2])):
             loop.after(rng.uniform(0, FAULTS_S), self._partition)
+        for _ in range(rng.choice([0, 0, 1, 2])):
+            loop.after(rng.uniform(0, FAULTS_S), self._break_wires)
 
     def _request(self, request_id: str) -> None:
         decode = self._rng.choice(self.decodes)
@@ -104,7 +109,6 @@ class Walk:
         if not lane.is_alive:
             return
         lane.crash()
-        self._collect(lane)
         if self._rng.random() < 0.75:
             self.world.loop.after(self._rng.choice([0.05, 2.0, 8.0]), lambda: self._restart(lane))
 
@@ -125,19 +129,35 @@ class Walk:
 
     def _heal(self) -> None:
         self._faults.stop()
+        for prefill in self.prefills:
+            prefill.trouble = 0.0
         self.world.network.cut.clear()
 
-    def _collect(self, lane: Lane) -> None:
-        if isinstance(lane, DecodeLane):
-            self._outcomes.update(outcome.ended or "lost" for outcome in lane.outcomes.values())
+    def _break_wires(self) -> None:
+        self._rng.choice(self._rng.choice(self.prefills).transports).break_wires()
 
-    def _check_end(self) -> None:
+    def _check_idle(self) -> None:
         for lane in [*self.decodes, *self.prefills]:
             if not lane.is_alive:
                 continue
-            self._collect(lane)
             lane.check_idle()
             if isinstance(lane, DecodeLane):
                 unfinished = [name for name, outcome in lane.outcomes.items() if not outcome.ended]
                 if unfinished:
                     raise InvariantError(f"I5: requests {unfinished} of {lane.endpoint} have no end")
+
+    def _probe(self) -> None:
+        """After the faults each decode lane is served by each prefill lane of its layout, at the second try."""
+        number = 1000
+        for decode in self.decodes:
+            for prefill in self.prefills:
+                if not decode.is_alive or not prefill.is_alive or prefill.identity.layout_hash != "layout-a":
+                    continue
+                tries = []
+                for _ in range(2):
+                    number += 10
+                    decode.request(str(number), prefill.endpoint, 2)
+                    self.world.loop.run(self.world.loop.now + PROBE_S)
+                    tries.append(decode.outcomes[str(number)].ended)
+                if tries[1] != "done":
+                    raise InvariantError(f"I5: probes of {decode.endpoint} at {prefill.endpoint} ended {tries}")
