@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import signal
 import socket
 import sys
 from collections.abc import Coroutine
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import aiohttp
 import kopf
@@ -34,6 +36,8 @@ from kimi_operator.settings import OperatorSettings
 from kimi_operator.store import DEPLOYMENT_LABEL, Document, Listing, ResourceKey, Store
 
 LAG_PERIOD_S = 1.0
+LEAVE_S = 3.0
+"""How long cancelled parts may take; less than a lease outlives its last renewal."""
 log = structlog.get_logger()
 
 
@@ -132,10 +136,12 @@ async def run(settings: OperatorSettings) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     log.info("starting", **settings.model_dump(mode="json"))
-    api = await connect(settings.kubeconfig)
-    probes = await serve_probes(settings.http_port, health, metrics)
-    candidate = Candidate(api, settings, settings.identity or socket.gethostname())
-    async with aiohttp.ClientSession() as session:
+    async with AsyncExitStack() as resources:
+        api = await resources.enter_async_context(await connect(settings.kubeconfig))
+        probes = await serve_probes(settings.http_port, health, metrics)
+        resources.push_async_callback(probes.cleanup)
+        session = await resources.enter_async_context(aiohttp.ClientSession())
+        candidate = Candidate(api, settings, settings.identity or socket.gethostname())
 
         async def lead() -> None:
             await candidate.leads.wait()
@@ -144,14 +150,9 @@ async def run(settings: OperatorSettings) -> int:
             await build(settings, api, session, metrics, health).lead()
 
         # The election goes on beside the work: when it ends, the lease is lost, and the process with it.
-        election = asyncio.create_task(candidate.run())
-        ended = await first_to_end(lead(), stop.wait(), _wait_for(election))
-        lost = ended == 2
+        lost = await first_to_end(candidate.run(), lead(), stop.wait()) == 0
         if not lost:
-            election.cancel()
             await candidate.release()
-    await probes.cleanup()
-    await api.close()
     log.info("stopped", lease_lost=lost)
     return int(lost)
 
@@ -159,21 +160,31 @@ async def run(settings: OperatorSettings) -> int:
 async def first_to_end(*parts: Coroutine[Any, Any, Any]) -> int:
     """Run parts side by side until the first ends, then cancel the others; which one it was. Raises its error."""
     tasks = [asyncio.create_task(part) for part in parts]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        done = [task for task in tasks if task.done()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    done, rest = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in rest:
+        task.cancel()
+    # A watch that failed may hold kopf's tasks for ever; whoever waits longer risks two leaders.
+    _, hanging = await asyncio.wait(tasks, timeout=LEAVE_S)
+    if hanging:
+        log.error("parts_hang", parts=len(hanging))
     for task in done:
         task.result()
-    return tasks.index(done[0])
+    return min(tasks.index(task) for task in done)
 
 
-async def _wait_for(task: asyncio.Task[None]) -> None:
-    await asyncio.wait([task])
-    task.result()
+async def run_and_leave(settings: OperatorSettings) -> NoReturn:
+    """Run, then end the process whatever tasks are left: the loop's own way out would wait for them."""
+    status = 1
+    try:
+        status = await run(settings)
+    except KimiError as error:
+        log.error("stopped_by_error", error=str(error))
+    except Exception:  # the edge of the process
+        log.exception("stopped_by_bug")
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
 
 
 def main() -> None:
@@ -183,10 +194,10 @@ def main() -> None:
     parser.parse_args()
     try:
         settings = OperatorSettings()
-        configure_logs(settings.log_level)
-        sys.exit(asyncio.run(run(settings)))
-    except (ValidationError, KimiError) as error:
+    except ValidationError as error:
         sys.exit(f"kimi-operator: {error}")
+    configure_logs(settings.log_level)
+    asyncio.run(run_and_leave(settings))
 
 
 if __name__ == "__main__":

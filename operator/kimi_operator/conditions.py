@@ -51,7 +51,7 @@ def _findings(look: Look) -> dict[ConditionType, Finding]:
     available = _available(look)
     stalled = _stalled(look)
     return {
-        ConditionType.READY: _ready(look, [*roles.values(), router]),
+        ConditionType.READY: _ready(look, list(roles.values()), router),
         ConditionType.AVAILABLE: available,
         ConditionType.PROGRESSING: _progressing(look, stalled),
         ConditionType.PLAN_RESOLVED: _plan_resolved(look),
@@ -137,15 +137,16 @@ def _available(look: Look) -> Finding:
     return Finding("False", reason, f"needs {' and '.join(missing)}")
 
 
-def _ready(look: Look, parts: list[Finding]) -> Finding:
+def _ready(look: Look, roles: list[Finding], router: Finding) -> Finding:
     for refusal in (look.refusal, look.apply_refusal):
         if refusal is not None:
             return Finding("False", refusal.reason, refusal.message)
     if look.is_suspended:
         return Finding("False", Reason.SUSPENDED, "spec.suspend is true")
-    unready = [part for part in parts if part.status != "True"]
+    # Groups come first: a router without groups behind it is not worth a word.
+    unready = [role for role in roles if role.status != "True"]
     if not unready:
-        return Finding("True", Reason.AS_DESIRED)
+        return router if router.status != "True" else Finding("True", Reason.AS_DESIRED)
     worst = min(unready, key=lambda part: _WORST_FIRST.index(part.reason) if part.reason in _WORST_FIRST else 99)
     return Finding("False", worst.reason, worst.message)
 

@@ -65,7 +65,7 @@ def watch_settings(settings: OperatorSettings) -> kopf.OperatorSettings:
     watching.posting.enabled = False
     watching.scanning.disabled = True
     watching.peering.standalone = True
-    watching.watching.server_timeout = 300.0
+    watching.watching.server_timeout = 300  # whole seconds: it goes into the query as it is
     watching.watching.client_timeout = 310.0
     watching.watching.connect_timeout = 30.0
     watching.watching.chunk_size = 500

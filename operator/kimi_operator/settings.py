@@ -30,7 +30,7 @@ class OperatorSettings(BaseSettings):
     """Name of this replica in the Lease; the host's name when empty."""
     lease_namespace: str = Field(default="kimi-system", validation_alias="POD_NAMESPACE")
     lease_name: str = "kimi-operator"
-    lease_duration_s: PositiveFloat = 15.0
+    lease_duration_s: PositiveInt = 15
     """A standby takes over this long after the leader's last sign of life."""
     lease_renew_s: PositiveFloat = 10.0
     """A leader that cannot renew for this long gives up and ends."""

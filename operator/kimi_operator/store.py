@@ -21,6 +21,9 @@ class ResourceKey(NamedTuple):
     namespace: str
     name: str
 
+    def __str__(self) -> str:
+        return f"{self.namespace}/{self.name}"
+
 
 class ObjectKey(NamedTuple):
     """Any object; the namespace of a cluster-scoped one is empty."""
