@@ -23,7 +23,7 @@ class Timing:
     """A peer with open transfers that says nothing for so long is lost."""
     write_timeout_s: float = 60.0
     """From posting a transfer's writes to the last completion."""
-    forget_s: float = 600.0
+    forget_s: float = 6 * 3600.0
     """How long a peer without open transfers is remembered."""
 
 

@@ -4,7 +4,9 @@ The agent's own progress thread spins even when idle, so it stays off and `pump`
 as done only after flushing it, so completion is remote and no fence is needed.
 
 Revoking works by ending the agent: its sockets or queue pairs and its registrations go, and with them every way into
-this memory. That excludes UCX's shared-memory transports (cma, xpmem), by which a process of the same host writes
+this memory. (Removing the peer's agent does not: a peer that still has our address writes on. It also leaves two
+sockets open for as long as both agents live, so idle connections are kept for hours rather than closed and made anew.)
+That excludes UCX's shared-memory transports (cma, xpmem), by which a process of the same host writes
 without asking: set UCX_TLS to tcp or to RDMA transports where decode and prefill may share a kernel.
 """
 
