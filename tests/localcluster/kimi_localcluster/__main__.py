@@ -123,6 +123,8 @@ def helm(*args: Rest, name: Name = DEFAULT_NAME) -> None:
 @app.command(name="exec")
 def exec_(*args: Rest, name: Name = DEFAULT_NAME, node: int | None = None) -> None:
     """Run a command where service and pod addresses and cluster names work, or on a node: exec [--node N] -- CMD..."""
+    if not args:
+        raise LocalClusterError("exec needs a command: localcluster exec [--node N] -- CMD...")
     _become(Cluster(name), list(args), node)
 
 

@@ -23,6 +23,7 @@ KUBERNETES_LDFLAGS = (
     f"{STRIP} -X k8s.io/component-base/version.gitVersion={KUBERNETES_VERSION}"
     " -X k8s.io/component-base/version.gitMajor=1 -X k8s.io/component-base/version.gitMinor=35"
 )
+HELM_LDFLAGS = f"{STRIP} -X helm.sh/helm/v4/internal/version.version=v4.3.2"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ PROGRAMS = {
         ),
         Program("etcd", "etcd", "go.etcd.io/etcd/server/v3", 45),
         Program("coredns", "coredns", ".", 130),
-        Program("helm", "helm", "helm.sh/helm/v4/cmd/helm", 170),
+        Program("helm", "helm", "helm.sh/helm/v4/cmd/helm", 170, HELM_LDFLAGS),
         Program("pause", "pause", ".", 5),
         Program("kwok", "kwok", "sigs.k8s.io/kwok/cmd/kwok", 120),
     )

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import select
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -28,8 +30,8 @@ from kimi_localcluster.keeper import (
 )
 from kimi_localcluster.kube import Kube
 from kimi_localcluster.packages import ensure_packages
-from kimi_localcluster.paths import ClusterPaths, cache_dir, environment
-from kimi_localcluster.podenv import ensure_pod_environment
+from kimi_localcluster.paths import ClusterPaths, cache_dir, environment, existing_kubeconfig
+from kimi_localcluster.podenv import ensure_pod_environment, remove_old
 from kimi_localcluster.progress import Progress
 from kimi_localcluster.shell import UNSHARE, file_lock, run
 from kimi_localcluster.spec import DEFAULT_IMAGES, DEFAULT_NAME, ClusterSpec, default_vram
@@ -80,6 +82,7 @@ class Cluster(Kube):
         ensure_packages(progress)
         programs = ensure_programs(DEFAULT_PROGRAMS, progress)
         pods = ensure_pod_environment(progress)
+        remove_old({pods.path, *(line for path in _cluster_paths() for line in _loaded_environments(path))})
         cluster = cls(name)
         cluster._start(Order(spec, programs, pods), is_tied=is_tied, timeout_s=timeout_s, progress=progress)
         return cluster
@@ -95,6 +98,13 @@ class Cluster(Kube):
     def from_kubeconfig(path: Path | str) -> ExistingCluster:
         """Any other cluster, with the same kubectl, helm and waiting but without node verbs."""
         return ExistingCluster(Path(path))
+
+    @classmethod
+    def find_or_up(cls, name: str = DEFAULT_NAME, **options: Any) -> Cluster | ExistingCluster:
+        """KUBECONFIG's cluster if that is set, else the running local one, else a new one; `options` are those of `up`."""
+        if kubeconfig := existing_kubeconfig():
+            return cls.from_kubeconfig(kubeconfig)
+        return cls.attach(name) if name in running_clusters() else cls.up(name, **options)
 
     def __enter__(self) -> Self:
         return self
@@ -118,9 +128,7 @@ class Cluster(Kube):
     def command(self, argv: Sequence[str], node: int | None = None) -> list[str]:
         process = control_process(self.paths)
         if process is None:
-            raise LocalClusterError(
-                f"cluster {self.name} is not running; start it with `localcluster up --name {self.name}`"
-            )
+            raise self._not_running()
         entry = ["nsenter", "-t", str(process), "-n", "-m", "-p", f"--wd={Path.cwd()}"]
         if node is not None:
             entry += ["nsenter", "-t", str(self._node_process(node)), "-n", "-m", "-u", "-p", f"--wd={Path.cwd()}"]
@@ -129,6 +137,27 @@ class Cluster(Kube):
     def command_env(self) -> dict[str, str]:
         path = f"{self.paths.bin}:{environment().get('PATH', os.defpath)}"
         return environment(PATH=path, KUBECONFIG=str(self.kubeconfig), NO_PROXY="*", no_proxy="*")
+
+    @contextmanager
+    def network(self) -> Iterator[None]:
+        """Let the calling thread, and threads it starts meanwhile, open sockets in the cluster's network.
+
+        For clients inside a test process. Addresses work, cluster names do not: those need `exec`.
+        """
+        process = control_process(self.paths)
+        if process is None:
+            raise self._not_running()
+        with Path("/proc/thread-self/ns/net").open() as ours, Path(f"/proc/{process}/ns/net").open() as theirs:
+            _set_network_namespace(theirs.fileno())
+            try:
+                yield
+            finally:
+                _set_network_namespace(ours.fileno())
+
+    def _not_running(self) -> LocalClusterError:
+        return LocalClusterError(
+            f"cluster {self.name} is not running; start it with `localcluster up --name {self.name}`"
+        )
 
     def _node_process(self, node: int) -> int:
         nodes: dict[str, dict[str, Any]] = self.status()["nodes"]
@@ -143,9 +172,7 @@ class Cluster(Kube):
         try:
             return channel.request(self.paths.socket, timeout_s, **message)
         except OSError as error:
-            raise LocalClusterError(
-                f"cluster {self.name} is not running; start it with `localcluster up --name {self.name}`"
-            ) from error
+            raise self._not_running() from error
 
     def status(self) -> Message:
         """Phase, components and nodes as the cluster's first process sees them."""
@@ -184,6 +211,8 @@ class Cluster(Kube):
     def load_image(self, name: str, progress: Progress | None = None) -> None:
         """Make the checkout's present code available on all running nodes as an image of that name."""
         pods = ensure_pod_environment(progress or Progress())
+        with self.paths.pods.open("a") as loaded:
+            loaded.write(f"{pods.path}\n")
         target = self.paths.state / "loaded-images.tar"
         write_pod_images(target, pods, (name,))
         for node, state in self.status()["nodes"].items():
@@ -199,7 +228,7 @@ class Cluster(Kube):
         keeper_fd, keeper_write = os.pipe()
         log = cache_dir() / "logs" / f"keeper-{self.name}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
-        argv = ["setsid", "--fork", sys.executable, "-m", MODULE, self.name, str(lifeline_read)]
+        argv = ["setsid", "--fork", sys.executable, "-P", "-m", MODULE, self.name, str(lifeline_read)]
         try:
             with log.open("w") as output:
                 subprocess.run(
@@ -295,6 +324,13 @@ class ExistingCluster(Kube):
         raise AttributeError(name)
 
 
+def _set_network_namespace(fd: int) -> None:
+    """setns(2) for the calling thread; Python has it from 3.12 on."""
+    clone_newnet = 0x40000000
+    if ctypes.CDLL(None, use_errno=True).setns(fd, clone_newnet) != 0:
+        raise OSError(ctypes.get_errno(), "setns")
+
+
 def _is_closed(fd: int, timeout_s: float) -> bool:
     """Whether the other end of a pipe that carries nothing closes within the time."""
     return bool(select.select([fd], [], [], timeout_s)[0])
@@ -318,6 +354,14 @@ def check_machine() -> None:
 
 def running_clusters() -> list[str]:
     """Names of clusters that run or start now."""
+    return [paths.name for paths in _cluster_paths() if keeper_process(paths) or control_process(paths)]
+
+
+def _cluster_paths() -> list[ClusterPaths]:
     folder = cache_dir() / "clusters"
     names = sorted(path.name for path in folder.iterdir() if path.is_dir()) if folder.exists() else []
-    return [name for name in names if keeper_process(ClusterPaths(name)) or control_process(ClusterPaths(name))]
+    return [ClusterPaths(name) for name in names]
+
+
+def _loaded_environments(paths: ClusterPaths) -> list[str]:
+    return paths.pods.read_text().splitlines() if paths.pods.exists() else []

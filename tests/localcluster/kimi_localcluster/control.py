@@ -161,7 +161,7 @@ class Control:
             self._fail(f"{daemon.name} ended with status {code}; log {daemon.log}:\n{tail(daemon.log)}")
 
     def _start_node(self, node: Node) -> None:
-        argv = [*UNSHARE, sys.executable, "-m", "kimi_localcluster.node", self._spec.name, str(node.index)]
+        argv = [*UNSHARE, sys.executable, "-P", "-m", "kimi_localcluster.node", self._spec.name, str(node.index)]
         self._init.start(node.name, argv, restart=False)
 
     # --- control socket ----------------------------------------------------------------------------------------

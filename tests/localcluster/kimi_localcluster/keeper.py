@@ -91,6 +91,7 @@ def prepare(order: Order) -> None:
     write_pki(paths.pki, spec)
     host_paths = [Path(path) for path in READ_ONLY_HOST_PATHS if Path(path).exists()]
     write_base_spec(paths.base_spec, [*host_paths, *order.pods.mounts])
+    paths.pods.write_text(f"{order.pods.path}\n")
     write_pod_images(paths.images, order.pods, spec.images, order.programs["pause"])
     Cgroups(spec.name).create(spec.num_nodes)
 
@@ -133,7 +134,7 @@ def keep(order: Order, lifeline_fd: int) -> None:
 
 
 def _start(paths: ClusterPaths, lifeline_fd: int) -> subprocess.Popen[bytes]:
-    argv = [*UNSHARE, sys.executable, "-m", "kimi_localcluster.control", paths.name, str(lifeline_fd)]
+    argv = [*UNSHARE, sys.executable, "-P", "-m", "kimi_localcluster.control", paths.name, str(lifeline_fd)]
     # Nothing in the cluster may try to reach it through the machine's HTTP proxy.
     env = environment(NO_PROXY="*", no_proxy="*")
     with (paths.logs / "control.log").open("wb") as log:

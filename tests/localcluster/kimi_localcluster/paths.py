@@ -28,6 +28,12 @@ def kubebuilder_assets() -> Path | None:
     return Path(folder).resolve()
 
 
+def existing_kubeconfig() -> Path | None:
+    """The cluster that the caller already has, as kubectl would find it by KUBECONFIG."""
+    path = os.environ.get("KUBECONFIG")
+    return Path(path) if path else None
+
+
 def uv() -> str:
     """The uv program: KIMI_UV, then PATH, then the copy that the Makefile keeps in the cache folder."""
     candidates = [os.environ.get("KIMI_UV"), shutil.which("uv"), str(cache_dir() / "uv" / "bin" / "uv")]
@@ -114,6 +120,11 @@ class ClusterPaths:
     @property
     def images(self) -> Path:
         return self.state / "images.tar"
+
+    @property
+    def pods(self) -> Path:
+        """PATH of each pods' environment that the cluster has loaded, one a line."""
+        return self.state / "pods"
 
     def node(self, index: int) -> Path:
         return self.state / f"node{index}"
