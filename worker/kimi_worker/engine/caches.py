@@ -67,6 +67,10 @@ class Caches:
             slots, layers, CONV_TAPS - 1, 3 * heads * dim, dtype=getattr(torch, runtime.dtype), device=device
         )
         self.page_size = limits.page_size_tokens
+        # Views of one layer each: [P, S, L + rope], [num_slots, H / TP, K, V], [num_slots, 3, 3 * H / TP * K].
+        self.page_layers = self.pages.unbind(1)
+        self.state_layers = self.state.unbind(1)
+        self.conv_layers = self.conv.unbind(1)
 
     @property
     def regions(self) -> tuple[Region, ...]:

@@ -1,5 +1,6 @@
 """One rank's part of a step: from a plan to logits."""
 
+import ctypes
 from dataclasses import dataclass
 
 import torch
@@ -74,6 +75,8 @@ class Runner:
         torch.set_num_threads(settings.runtime.threads_per_rank)
         if groups.device.type == "cuda":
             torch.cuda.set_device(groups.device)
+        else:
+            _keep_freed_memory()
         checkpoint = check_checkpoint(settings.model.checkpoint)
         dtype = getattr(torch, settings.runtime.dtype)
         source = WeightSource(checkpoint, dtype, groups.device, ExpertStorage.suited_to(groups.device))
@@ -103,3 +106,16 @@ class Runner:
         if not self._settings.faults.keep_recycled_state:
             self.caches.zero_slots([sequence.slot for sequence in plan.sequences if sequence.num_cached == 0])
         return self._model.forward(build_batch(plan, self.caches.page_size, self._groups.device), self.caches)
+
+
+def _keep_freed_memory() -> None:
+    """Have glibc reuse the large blocks that a step frees instead of returning them to the system.
+
+    Otherwise every temporary above 128 KiB is mapped and faulted in anew, thousands of page faults a step: a decode
+    step of 32 requests with 2,000 tokens each took 36 ms instead of 22.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:  # other C libraries have no such setting and need none
+        trim_threshold, mmap_threshold, largest = -1, -3, 1 << 30
+        mallopt(mmap_threshold, largest)
+        mallopt(trim_threshold, largest)

@@ -33,6 +33,7 @@ class Batch:
     decode_slots    [R]             int64
     decode_pages    [R, max_pages]  int64, padded with a page of the same request
     decode_lengths  [R]             int64, rows in the pages once this step's row is written
+    decode_unseen   [R, max_pages * page_size]  bool, rows of `decode_pages` past the length
     sampled         [n]             int64, tokens whose logits are wanted, in the plan's order
     """
 
@@ -42,6 +43,7 @@ class Batch:
     decode_slots: Tensor
     decode_pages: Tensor
     decode_lengths: Tensor
+    decode_unseen: Tensor
     pieces: list[Piece]
     sampled: Tensor
 
@@ -77,24 +79,27 @@ def build_batch(plan: StepPlan, page_size: int, device: torch.device) -> Batch:
         if len(sequence.token_ids) == 1:
             decodes.append(sequence)
         else:
-            pages = torch.tensor(sequence.page_ids, dtype=torch.int64, device=device)
+            pages = torch.tensor(sequence.page_ids[: -(-length // page_size)], dtype=torch.int64, device=device)
             pieces.append(Piece(start, len(token_ids), sequence.slot, pages, length))
-    most_pages = max((len(sequence.page_ids) for sequence in decodes), default=0)
+    # The plan may name pages beyond this step; only those with rows are read.
+    most_pages = max((-(-(sequence.num_cached + 1) // page_size) for sequence in decodes), default=0)
 
     def integers(values: object) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=device)
 
+    lengths = integers([sequence.num_cached + 1 for sequence in decodes])
     return Batch(
         token_ids=integers(token_ids),
         row_pages=integers(row_pages),
         row_offsets=integers(row_offsets),
         decode_slots=integers([sequence.slot for sequence in decodes]),
         decode_pages=integers([_padded(sequence.page_ids, most_pages) for sequence in decodes]),
-        decode_lengths=integers([sequence.num_cached + 1 for sequence in decodes]),
+        decode_lengths=lengths,
+        decode_unseen=torch.arange(most_pages * page_size, device=device) >= lengths.unsqueeze(-1),
         pieces=pieces,
         sampled=integers([last_token[i] for i, sequence in enumerate(plan.sequences) if sequence.sample]),
     )
 
 
 def _padded(page_ids: list[int], length: int) -> list[int]:
-    return page_ids + page_ids[-1:] * (length - len(page_ids))
+    return page_ids[:length] + page_ids[-1:] * (length - len(page_ids))

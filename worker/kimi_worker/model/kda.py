@@ -60,16 +60,17 @@ class KdaAttention:
     def _decode(self, qkv: Tensor, decay: Tensor, beta: Tensor, batch: Batch, caches: Caches) -> Tensor:
         """One token of each decoding request: [R, H, V] fp32."""
         num, slots = batch.num_decodes, batch.decode_slots
-        y, new_conv = kda.conv_step(qkv[:num], self._conv, caches.conv[slots, self._layer])
+        conv, state = caches.conv_layers[self._layer], caches.state_layers[self._layer]
+        y, new_conv = kda.conv_step(qkv[:num], self._conv, conv.index_select(0, slots))
         q, k, v = self._heads_of(y)
-        o, new_state = kda.step(q, k, v, decay[:num], beta[:num], caches.state[slots, self._layer], self._dim**-0.5)
-        caches.conv[slots, self._layer] = new_conv
-        caches.state[slots, self._layer] = new_state
+        o, new_state = kda.step(q, k, v, decay[:num], beta[:num], state.index_select(0, slots), self._dim**-0.5)
+        conv.index_copy_(0, slots, new_conv)
+        state.index_copy_(0, slots, new_state)
         return o
 
     def _advance(self, qkv: Tensor, decay: Tensor, beta: Tensor, slot: int, caches: Caches) -> Tensor:
         """Several tokens of one sequence: [T, H, V] fp32."""
-        conv, state = caches.conv[slot, self._layer], caches.state[slot, self._layer]
+        conv, state = caches.conv_layers[self._layer][slot], caches.state_layers[self._layer][slot]
         y, new_conv = kda.conv_chunk(qkv, self._conv, conv)
         q, k, v = self._heads_of(y)
         o, new_state = kda.chunk(q, k, v, decay, beta, state, self._dim**-0.5)

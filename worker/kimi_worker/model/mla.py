@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kimi_worker.engine.caches import Caches
+from kimi_worker.model.attention import LatentAttention
 from kimi_worker.model.batch import Batch
 from kimi_worker.model.config import LATENT_NORM_EPS, KimiConfig
 from kimi_worker.model.weights import WeightSource
@@ -21,10 +22,10 @@ class MlaAttention:
     ) -> None:
         """`prefix` ends in `self_attn.`; `cache_layer` is the layer's index among the MLA layers."""
         heads = place.share(config.num_heads, "num_attention_heads")
-        self._heads, self._layer, self._rank = len(heads), cache_layer, config.kv_lora_rank
+        self._heads, self._layer = len(heads), cache_layer
         self._query_split = [config.nope_dim, config.rope_dim]
         self._row_split = [config.kv_lora_rank, config.rope_dim]
-        self._scale = (config.nope_dim + config.rope_dim) ** -0.5
+        self._attention = LatentAttention((config.nope_dim + config.rope_dim) ** -0.5, config.kv_lora_rank)
 
         def rows(width: int) -> range:
             return range(heads.start * width, heads.stop * width)
@@ -49,10 +50,11 @@ class MlaAttention:
         query_latent, row, gate = functional.linear(x, self._w_in).split(self._split, dim=-1)
         latent, rope = row.split(self._row_split, dim=-1)
         row = torch.cat([rms(latent, self._kv_norm, LATENT_NORM_EPS), rope], dim=-1)
-        caches.pages[batch.row_pages, self._layer, batch.row_offsets] = row.to(caches.pages.dtype)
+        pages = caches.page_layers[self._layer]
+        pages.index_put_((batch.row_pages, batch.row_offsets), row.to(pages.dtype))
         query = functional.linear(rms(query_latent, self._q_norm, LATENT_NORM_EPS), self._w_query)
         nope, rope = query.unflatten(-1, (self._heads, -1)).split(self._query_split, dim=-1)
-        attended = self._attend(mla.absorb_query(nope, rope, self._w_uk), batch, caches.pages[:, self._layer])
+        attended = self._attend(mla.absorb_query(nope, rope, self._w_uk), batch, pages)
         values = mla.expand_output(attended, self._w_uv).flatten(-2)
         return functional.linear(values * torch.sigmoid(gate), self._w_out)
 
@@ -60,14 +62,7 @@ class MlaAttention:
         """Query [T, H, L + rope] over the pages [P, S, L + rope] of this layer: [T, H, L]."""
         outputs = []
         if num := batch.num_decodes:
-            outputs.append(
-                mla.paged_decode(
-                    query[:num], pages, batch.decode_pages, batch.decode_lengths, self._scale, latent_rank=self._rank
-                )
-            )
+            outputs.append(self._attention.decodes(query[:num], pages, batch))
         for piece in batch.pieces:
-            part = query[piece.start : piece.stop]
-            outputs.append(
-                mla.paged(part, pages, piece.page_ids, piece.num_cached, self._scale, latent_rank=self._rank)
-            )
+            outputs.append(self._attention.piece(query[piece.start : piece.stop], pages, piece))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)

@@ -51,17 +51,28 @@ class Experts:
         weights  [n, top_k]   fp32
         returns  [n, latent]  fp32
         """
+        if rows.shape[0] == 0:
+            return torch.zeros(rows.shape, dtype=torch.float32, device=rows.device)
         local = indices - self.first
-        token, choice = ((local >= 0) & (local < self._w_in.num_experts)).nonzero(as_tuple=True)
-        expert, weight = local[token, choice], weights[token, choice].unsqueeze(-1)
-        out = torch.zeros(rows.shape, dtype=torch.float32, device=rows.device)
-        if token.shape[0] == 0:
-            return out
-        if token.shape[0] * (self._w_in.expert_bytes + self._w_out.expert_bytes) <= _GATHER_BYTES:
-            y = self._run(rows[token].unsqueeze(1), expert).squeeze(1)
-            return out.index_add_(0, token, y.float() * weight)
+        is_here = (local >= 0) & (local < self._w_in.num_experts)
+        if indices.numel() * (self._w_in.expert_bytes + self._w_out.expert_bytes) <= _GATHER_BYTES:
+            return self._run_gathered(rows, torch.where(is_here, local, 0), torch.where(is_here, weights, 0.0))
+        return self._run_by_expert(rows, local, is_here, weights)
+
+    def _run_gathered(self, rows: Tensor, expert: Tensor, weights: Tensor) -> Tensor:
+        """Every choice [n, top_k] has its own copy of its expert, also those of other ranks, which weigh nothing."""
+        num, top_k = expert.shape
+        copies = rows.unsqueeze(1).expand(-1, top_k, -1).reshape(num * top_k, 1, -1)
+        y = self._run(copies, expert.flatten()).view(num, top_k, -1)
+        return torch.bmm(weights.unsqueeze(1), y.float()).squeeze(1)
+
+    def _run_by_expert(self, rows: Tensor, local: Tensor, is_here: Tensor, weights: Tensor) -> Tensor:
+        """One product an expert over all rows that chose it."""
+        token, choice = is_here.nonzero(as_tuple=True)
+        expert = local[token, choice]
         order = expert.argsort(stable=True)
-        token, weight = token[order], weight[order]
+        token, weight = token[order], weights[token, choice][order].unsqueeze(-1)
+        out = torch.zeros(rows.shape, dtype=torch.float32, device=rows.device)
         start = 0
         for e, count in enumerate(torch.bincount(expert, minlength=self._w_in.num_experts).tolist()):
             if count:

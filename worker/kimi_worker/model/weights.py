@@ -47,7 +47,7 @@ class DecodedExperts:
 
     def take(self, expert: Tensor, dtype: torch.dtype) -> Tensor:  # noqa: ARG002 - stored in the compute dtype
         # A view where one will do: copying is what costs.
-        return self._weight[expert] if expert.shape[0] > 1 else self._weight.narrow(0, int(expert), 1)
+        return self._weight.index_select(0, expert) if expert.shape[0] > 1 else self._weight.narrow(0, int(expert), 1)
 
 
 class PackedExperts:
