@@ -25,10 +25,7 @@ _HEAD = [*_OPEN_USER, *ids_of("Notes", ":")]
 _NEEDLE_HEAD, _NEEDLE_LINK, _NEEDLE_END = ids_of(" The", " key", " of"), ids_of(" is", " "), ids_of(".")
 _ASK = ids_of(" is", " the", " key", " of")
 _ASK_END = ids_of("?")
-NEEDLE_TOKENS = len(_NEEDLE_HEAD) + 2 + len(_NEEDLE_LINK) + NUM_DIGITS + len(_NEEDLE_END)
 _ASK_TOKENS = 1 + len(_ASK) + 2 + len(_ASK_END)
-_REPLY_TOKENS = len(_OPEN_ANSWER) + NUM_DIGITS + len(END_OF_ANSWER)
-_TURN_TOKENS = len(_OPEN_USER) + _ASK_TOKENS + _REPLY_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +35,27 @@ class Mixture:
     tokens: int
     needles: int
     repeats: int
+    """Needles told again later in the first message; with more repeats than needles, some more than once."""
     turns: int
+    """Questions with answers; 0 leaves the conversation within the first user message."""
+    digits: int = NUM_DIGITS
+
+    @property
+    def needle_tokens(self) -> int:
+        return len(_NEEDLE_HEAD) + 2 + len(_NEEDLE_LINK) + self.digits + len(_NEEDLE_END)
+
+    @property
+    def turn_tokens(self) -> int:
+        """A user message that only asks, and the answer."""
+        reply = len(_OPEN_ANSWER) + self.digits + len(END_OF_ANSWER)
+        return len(_OPEN_USER) + _ASK_TOKENS + reply
 
     @property
     def fillers(self) -> int:
-        fixed = len(_HEAD) + _ASK_TOKENS + _REPLY_TOKENS + (self.turns - 1) * _TURN_TOKENS
-        return self.tokens - fixed - (self.needles + self.repeats) * NEEDLE_TOKENS
+        """Random words; negative when the rest does not fit."""
+        # The first message is opened by the head, so that its question lacks an opening of its own.
+        turns = self.turns * self.turn_tokens - (len(_OPEN_USER) if self.turns else 0)
+        return self.tokens - len(_HEAD) - turns - (self.needles + self.repeats) * self.needle_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,45 +64,49 @@ class Batch:
     """[B, T] int64."""
     answer: Tensor
     """[B, T] bool: digits that can be known from what stands before them (answers, and needles told again)."""
+    first: Tensor
+    """[B, T] bool: the first of each such run of digits."""
     ending: Tensor
     """[B, T] bool: the tokens that end an answer."""
 
 
 def make_batch(mixture: Mixture, num_sequences: int, generator: torch.Generator) -> Batch:
-    """Draw a batch; raises ValueError when the mixture does not fit its token count."""
+    """Draw a batch; raises ValueError when the mixture does not fit its token count or asks more than it tells."""
+    if mixture.turns > mixture.needles:
+        raise ValueError(f"{mixture} asks for {mixture.turns} needles and has {mixture.needles}")
     if mixture.fillers < 0:
         raise ValueError(f"{mixture} needs {-mixture.fillers} tokens more than tokens={mixture.tokens}")
-    keys, digits = _draw_needles(mixture.needles, num_sequences, generator)
+    keys, digits = _draw_needles(mixture, num_sequences, generator)
     hay, hay_answer = _haystack(mixture, keys, digits, generator)
     asked = torch.rand(num_sequences, mixture.needles, generator=generator).argsort(-1)[:, : mixture.turns]
-    if mixture.turns > mixture.needles:
-        asked = torch.randint(mixture.needles, (num_sequences, mixture.turns), generator=generator)
     pieces = [_const(_HEAD, num_sequences), hay]
     answer = [torch.zeros(num_sequences, len(_HEAD), dtype=torch.bool), hay_answer]
+    rows = torch.arange(num_sequences)
     for turn in range(mixture.turns):
         chosen = asked[:, turn]
-        rows = torch.arange(num_sequences)
         opening = ids_of(" What") if turn == 0 else [*_OPEN_USER, *ids_of("What")]
         before = [_const([*opening, *_ASK], num_sequences), keys[rows, chosen]]
         before.append(_const([*_ASK_END, *_OPEN_ANSWER], num_sequences))
         pieces += [*before, digits[rows, chosen], _const(END_OF_ANSWER, num_sequences)]
-        known = torch.zeros(num_sequences, sum(p.shape[1] for p in before) + NUM_DIGITS + len(END_OF_ANSWER))
-        known[:, -NUM_DIGITS - len(END_OF_ANSWER) : -len(END_OF_ANSWER)] = 1
-        answer.append(known.bool())
-    answer_mask = torch.cat(answer, 1)
-    return Batch(torch.cat(pieces, 1), answer_mask, _endings(mixture, num_sequences))
+        known = torch.zeros(num_sequences, sum(p.shape[1] for p in pieces[-len(before) - 2 :]), dtype=torch.bool)
+        known[:, -mixture.digits - len(END_OF_ANSWER) : -len(END_OF_ANSWER)] = True
+        answer.append(known)
+    mask = torch.cat(answer, 1)
+    first = mask & ~mask.roll(1, 1)
+    return Batch(torch.cat(pieces, 1), mask, first, _endings(mixture, num_sequences))
 
 
 def _const(ids: list[int], num_sequences: int) -> Tensor:
     return torch.tensor(ids).expand(num_sequences, -1)
 
 
-def _draw_needles(num_needles: int, num_sequences: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Keys [B, n, 2] and digits [B, n, 6] as ids. Neighbours share their first word, so that both words count."""
+def _draw_needles(mixture: Mixture, num_sequences: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Keys [B, n, 2] and digits [B, n, d] as ids. Neighbours share their first word, so that both words count."""
+    num_needles = mixture.needles
     words = torch.rand(num_sequences, len(WORDS), generator=generator).argsort(-1)[:, : 2 * num_needles]
     first = words[:, torch.arange(num_needles) // 2]
     keys = torch.stack([first, words[:, num_needles:]], -1) + FIRST_WORD_ID
-    digits = torch.randint(10, (num_sequences, num_needles, NUM_DIGITS), generator=generator) + FIRST_DIGIT_ID
+    digits = torch.randint(10, (num_sequences, num_needles, mixture.digits), generator=generator) + FIRST_DIGIT_ID
     return keys, digits
 
 
@@ -111,15 +127,15 @@ def _haystack(mixture: Mixture, keys: Tensor, digits: Tensor, generator: torch.G
         ],
         -1,
     )
-    length = mixture.fillers + told * NEEDLE_TOKENS
+    length = mixture.fillers + told * mixture.needle_tokens
     hay = torch.randint(len(WORDS), (num_sequences, length), generator=generator) + FIRST_WORD_ID
     gaps = torch.randint(mixture.fillers + 1, (num_sequences, told), generator=generator).sort(-1).values
-    start = gaps + torch.arange(told) * NEEDLE_TOKENS
-    place = (start[..., None] + torch.arange(NEEDLE_TOKENS)).flatten(1)
+    start = gaps + torch.arange(told) * mixture.needle_tokens
+    place = (start[..., None] + torch.arange(mixture.needle_tokens)).flatten(1)
     hay = hay.scatter(1, place, sentence.flatten(1))
     again = torch.stack([(order[:, :i] == order[:, i : i + 1]).any(-1) for i in range(told)], -1)
-    is_digit = torch.zeros(NEEDLE_TOKENS, dtype=torch.bool)
-    is_digit[-len(_NEEDLE_END) - NUM_DIGITS : -len(_NEEDLE_END)] = True
+    is_digit = torch.zeros(mixture.needle_tokens, dtype=torch.bool)
+    is_digit[-len(_NEEDLE_END) - mixture.digits : -len(_NEEDLE_END)] = True
     mask = torch.zeros(num_sequences, length, dtype=torch.bool)
     return hay, mask.scatter(1, place, (again[..., None] & is_digit).flatten(1))
 
@@ -127,6 +143,6 @@ def _haystack(mixture: Mixture, keys: Tensor, digits: Tensor, generator: torch.G
 def _endings(mixture: Mixture, num_sequences: int) -> Tensor:
     mask = torch.zeros(num_sequences, mixture.tokens, dtype=torch.bool)
     for turn in range(mixture.turns):
-        end = mixture.tokens - turn * _TURN_TOKENS
+        end = mixture.tokens - turn * mixture.turn_tokens
         mask[:, end - len(END_OF_ANSWER) : end] = True
     return mask

@@ -44,8 +44,15 @@ class Kda(nn.Module):
         self.o_norm = Weight(dim, value=1.0)
         self.o_proj = Weight(hidden, width, std=0.5 * width**-0.5)
         self.A_log = nn.Parameter(torch.zeros(heads))
-        # sigmoid(-4) * -5 is a slow decay; a fast one at the start forgets the needle before anything is learnt.
-        self.dt_bias = nn.Parameter(torch.full((width,), -4.0))
+        # Each head starts at its own pace, the slowest forgets little in a thousand tokens: with fast decay alone a
+        # needle is gone before anything is learnt from it.
+        pace = torch.logspace(-0.5, -3.5, heads) / -sizes.gate_lower_bound
+        self.dt_bias = nn.Parameter(torch.logit(pace).repeat_interleave(dim))
+        # Queries start as keys do, over a plain sum of four tokens: what was seen before is found from the first step,
+        # and training only has to choose. From unlike starts the look-up by key did not form in 500 steps.
+        self.k_proj.weight.data.copy_(self.q_proj.weight.data)
+        self.q_conv1d.weight.data.fill_(0.5)
+        self.k_conv1d.weight.data.fill_(0.5)
 
     def forward(self, x: Tensor) -> Tensor:
         heads, dim = self.sizes.heads, self.sizes.kda_dim
@@ -81,6 +88,10 @@ class Mla(nn.Module):
         self.kv_b_proj = Weight(heads * (sizes.nope + sizes.v_dim), sizes.kv_lora)
         self.g_proj = Weight(heads * sizes.v_dim, hidden)
         self.o_proj = Weight(hidden, heads * sizes.v_dim, std=0.5 * (heads * sizes.v_dim) ** -0.5)
+        # As in KDA, queries start as keys do.
+        self.kv_a_proj_with_mqa.weight.data[: sizes.kv_lora].copy_(self.q_a_proj.weight.data)
+        keys = self.kv_b_proj.weight.data.unflatten(0, (heads, -1))[:, : sizes.nope]
+        keys.copy_(self.q_b_proj.weight.data.unflatten(0, (heads, -1))[:, : sizes.nope])
 
     def forward(self, x: Tensor) -> Tensor:
         sizes, heads = self.sizes, self.sizes.heads
