@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -34,9 +34,9 @@ from kimi_worker.protocol.engine import (
     api_socket,
 )
 
-START_S = 120.0
-"""For a pod to become ready; eight processes import torch on two cores."""
-END_S = 30.0
+START_S = 300.0
+"""For a pod to become ready on a machine that is busy with other things; alone it takes a few seconds."""
+END_S = 60.0
 ROOT = Path(__file__).resolve().parents[2]
 FIRST_SPECIAL = 256
 VOCABULARY = 288
@@ -237,20 +237,24 @@ class Pod:
         return clients
 
     def children(self) -> dict[str, int]:
-        """Pids of the pod's processes by name."""
-        found = {}
-        for entry in Path("/proc").iterdir():
-            if not entry.name.isdigit():
-                continue
-            with contextlib.suppress(OSError, IndexError):
-                words = (entry / "cmdline").read_bytes().decode().split("\0")
-                if f"{self.process.pid}" == words[words.index("--parent") + 1] and "kimi_worker" in words:
-                    is_rank = "rank" in words
-                    found[f"rank-{words[words.index('rank') + 1]}" if is_rank else "api"] = int(entry.name)
-                continue
-            with contextlib.suppress(ValueError):
-                continue
-        return found
+        """Pids of the pod's other processes by name: ranks, rank-<local>, api."""
+        by_parent: dict[int, dict[str, int]] = {}
+        for entry in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                by_parent.setdefault(parent, {})[(entry / "comm").read_text().strip()] = int(entry.name)
+        children = by_parent.get(self.process.pid, {})
+        ranks = by_parent.get(children.get("kimi-ranks", -1), {})
+        return {name.removeprefix("kimi-"): pid for name, pid in {**children, **ranks}.items()}
+
+    def cpu_s(self) -> float:
+        """CPU time that all processes of the pod have used so far, in seconds."""
+        ticks = 0
+        for pid in (self.process.pid, *self.children().values()):
+            ticks += sum(
+                int(field) for field in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+            )
+        return ticks / os.sysconf("SC_CLK_TCK")
 
     def wait_end(self, timeout_s: float = END_S) -> int:
         try:
@@ -288,7 +292,7 @@ def pod_settings(checkpoint: Path, **changes: dict[str, Any] | str) -> dict[str,
             "num_state_slots": 6,
         },
         "ports": {"api": api, "rendezvous": rendezvous, "coordinator": coordinator, "handoff": handoff},
-        "timeouts": {"group_start_s": 120.0, "collective_s": 30.0, "drain_s": 20.0},
+        "timeouts": {"group_start_s": 300.0, "collective_s": 30.0, "drain_s": 20.0},
     }
     for section, change in changes.items():
         settings[section] = {**settings.get(section, {}), **change} if isinstance(change, dict) else change
@@ -326,9 +330,11 @@ class Pods:
         self.close()
 
 
-def processes_of(pids: Iterable[int]) -> Iterator[int]:
-    """Those of the pids that still run (zombies do not)."""
+def alive(pids: Iterable[int]) -> list[int]:
+    """Those of the pids that still run; zombies do not."""
+    running = []
     for pid in pids:
         with contextlib.suppress(OSError):
             if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
-                yield pid
+                running.append(pid)
+    return running

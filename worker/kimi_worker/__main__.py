@@ -2,10 +2,12 @@
 
 import asyncio
 import dataclasses
+import gc
 import json
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -14,7 +16,7 @@ import structlog
 from cyclopts import Parameter
 
 from kimi_worker.logs import configure_logs
-from kimi_worker.processes import die_with, run_child
+from kimi_worker.processes import die_with, fork_child, run_child, wait_for_first
 from kimi_worker.settings import (
     PodIdentity,
     RouterSettings,
@@ -46,10 +48,21 @@ def serve(*, settings: SettingsFile = None, standalone: Path | None = None, port
     configure_logs("supervisor")
     if standalone is None:
         return _serve_pod(settings or settings_path(), pod_identity)
+    return _serve_alone(standalone, port)
+
+
+def _serve_alone(checkpoint: Path, port: int) -> int:
+    from kimi_worker.model.config import ConfigError, read_config  # noqa: PLC0415
+
     with tempfile.TemporaryDirectory(prefix="kimi-") as folder:
         run_dir = Path(folder)
         path = run_dir / "worker.json"
-        path.write_text(standalone_settings(standalone, port).model_dump_json())
+        try:
+            longest = read_config(checkpoint).max_position_embeddings
+        except ConfigError as error:
+            print(f"kimi-worker: {error}", file=sys.stderr)  # noqa: T201 - for whoever started the command
+            return 1
+        path.write_text(standalone_settings(checkpoint.resolve(), port, longest).model_dump_json())
         return _serve_pod(path, lambda: PodIdentity(run_dir=run_dir))
 
 
@@ -98,20 +111,26 @@ def preflight(*, settings: SettingsFile = None) -> int:
 
 
 @app.command(show=False)
-def rank(local: int, *, parent: int, settings: Path) -> None:
-    """Run one rank of a pod; started by `serve`."""
+def ranks(*, parent: int, settings: Path) -> None:
+    """Load torch once and fork the pod's ranks from here; started by `serve`."""
     die_with(parent)
-    configure_logs(f"rank-{local}")
+    configure_logs("ranks")
     identity, pod = pod_identity(), read_settings(settings, WorkerSettings)
 
     def body() -> None:
-        # An error of this import has a name only inside: torch comes with it and takes seconds.
+        # Inside, so that an error of this import is reported: torch comes with it.
         from kimi_worker.wiring import build_rank  # noqa: PLC0415
 
-        build_rank(pod, identity, local).run()
+        # Shared pages stay shared: the collector of a copy must not write into them.
+        gc.freeze()
+        names = {}
+        for local in range(pod.parallel.ranks_per_node):
+            name = f"rank {identity.ordinal * pod.parallel.ranks_per_node + local}"
+            run = partial(lambda number: build_rank(pod, identity, number).run(), local)
+            names[fork_child(f"rank-{local}", identity.run_dir, name, run)] = name
+        wait_for_first(names, identity.run_dir)
 
-    number = identity.ordinal * pod.parallel.ranks_per_node + local
-    run_child(f"rank-{local}", identity.run_dir, f"rank {number}", body)
+    run_child("ranks", identity.run_dir, "ranks", body)
 
 
 @app.command(show=False)

@@ -11,6 +11,8 @@ from pathlib import Path
 import msgspec
 import structlog
 
+from kimi_worker.logs import configure_logs
+
 log = structlog.get_logger()
 
 PR_SET_PDEATHSIG = 1
@@ -25,17 +27,10 @@ class LastWords(msgspec.Struct, frozen=True):
     is_consequence: bool
 
 
-def last_words_file(run_dir: Path, process: str) -> Path:
-    """Where a process leaves its LastWords, as JSON."""
-    return run_dir / f"{process}.error"
-
-
-def read_last_words(run_dir: Path, process: str) -> LastWords | None:
-    """What the process has said, if it could."""
-    try:
-        return msgspec.json.decode(last_words_file(run_dir, process).read_bytes(), type=LastWords)
-    except (OSError, msgspec.DecodeError):
-        return None
+def read_last_words(run_dir: Path) -> list[LastWords]:
+    """What the processes of the pod have said so far, in order."""
+    files = sorted(run_dir.glob("*.error"), key=lambda file: file.stat().st_mtime_ns)
+    return [msgspec.json.decode(file.read_bytes(), type=LastWords) for file in files]
 
 
 def die_with(parent: int) -> None:
@@ -48,17 +43,45 @@ def die_with(parent: int) -> None:
 def run_child(process: str, run_dir: Path, name: str, body: Callable[[], None]) -> None:
     """Run a child process's work. An error ends the process at once, with its message where the supervisor finds it.
 
-    `name` is how an operator on call knows the process, such as `rank 3`.
+    `process` names it in files and in `ps`; `name` is for people, such as `rank 3`.
     """
+    Path("/proc/self/comm").write_text(f"kimi-{process}")
     try:
         body()
     except Exception as error:  # noqa: BLE001 - the edge of the process
         kind = type(error).__name__
-        words = LastWords(f"{name}: {kind}: {error}", kind in CONSEQUENCES)
-        unfinished = last_words_file(run_dir, f".{process}")
-        unfinished.write_bytes(msgspec.json.encode(words))
-        unfinished.rename(last_words_file(run_dir, process))
-        log.error("process_failed", error=words.message, traceback=traceback.format_exc())
+        _leave(run_dir, process, LastWords(f"{name}: {kind}: {error}", kind in CONSEQUENCES))
+        log.error("process_failed", process=process, error=str(error), traceback=traceback.format_exc())
         sys.stderr.flush()
         # Destructors of collectives and transports may wait for peers that are gone.
         os._exit(1)
+
+
+def fork_child(process: str, run_dir: Path, name: str, body: Callable[[], None]) -> int:
+    """Run a child's work in a copy of this process, which must have no threads; the copy's pid."""
+    parent = os.getpid()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        die_with(parent)
+        configure_logs(process)
+        run_child(process, run_dir, name, body)
+    finally:
+        os._exit(1)
+
+
+def wait_for_first(names: dict[int, str], run_dir: Path) -> None:
+    """Wait until one of the forked children, by pid, has ended; leaves last words for one that could not."""
+    pid, status = os.wait()
+    code = os.waitstatus_to_exitcode(status)
+    if code < 0:
+        process = names[pid].replace(" ", "-")
+        _leave(run_dir, process, LastWords(f"{names[pid]}: killed by {signal.Signals(-code).name}", False))
+
+
+def _leave(run_dir: Path, process: str, words: LastWords) -> None:
+    unfinished = run_dir / f".{process}"
+    unfinished.write_bytes(msgspec.json.encode(words))
+    unfinished.rename(run_dir / f"{process}.error")

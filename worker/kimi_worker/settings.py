@@ -150,16 +150,19 @@ class WorkerSettings(Section):
         return self
 
 
-def standalone_settings(checkpoint: Path, port: int) -> WorkerSettings:
-    """One rank that does everything, for development and as the comparison of a disaggregated service."""
-    max_model_len, max_num_seqs, page_size_tokens = 8192, 8, 64
+def standalone_settings(checkpoint: Path, port: int, longest: int) -> WorkerSettings:
+    """One rank that does everything, for development and as the comparison of a disaggregated service.
+
+    `longest`: the tokens that the checkpoint can hold.
+    """
+    max_model_len, max_num_seqs, page_size_tokens = min(8192, longest), 8, 64
     return WorkerSettings(
         deployment="standalone",
         role=Role.BOTH,
         model=ModelSettings(checkpoint=checkpoint, served_name="kimi-k3", max_model_len=max_model_len),
         limits=LimitSettings(
             max_num_seqs=max_num_seqs,
-            num_pages=max_num_seqs * max_model_len // page_size_tokens,
+            num_pages=max_num_seqs * -(-max_model_len // page_size_tokens),
             page_size_tokens=page_size_tokens,
             num_state_slots=max_num_seqs,
         ),
@@ -252,6 +255,7 @@ def child_environment(settings: WorkerSettings, identity: PodIdentity) -> dict[s
     """The environment of the pod's other processes: this one's, and what libraries read before our code runs."""
     threads = str(settings.runtime.threads_per_rank)
     extra = {"KIMI_RUN_DIR": str(identity.run_dir), "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
+    extra |= {"NIXL_LOG_LEVEL": os.environ.get("NIXL_LOG_LEVEL", "WARN")}
     if settings.runtime.device == "cpu":
         # A process that may be cut off must have no way in but its connections: no shared memory.
         extra |= {"UCX_TLS": os.environ.get("UCX_TLS", "tcp,self")}

@@ -4,6 +4,7 @@ A group's collectives cannot be resumed, so nothing is restarted here: the pod s
 replaces the whole group. Children are killed by the kernel when this process dies.
 """
 
+import math
 import os
 import signal
 import socket
@@ -25,6 +26,8 @@ log = structlog.get_logger()
 
 BLAME_S = 0.3
 """After a process has failed: time for the one that caused it to say so."""
+STATE_GRACE_S = 1.0
+"""After a signal: for lanes to say that they serve. A pod whose lanes do not has nothing to drain."""
 API_GRACE_S = 10.0
 """For the API process to send what it still has, once the lanes are empty."""
 MAX_MESSAGE_BYTES = 4000
@@ -37,10 +40,9 @@ class PodFailedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Child:
-    """A process of the pod. `process` names its files and logs, `name` is for people."""
+    """A process that this one has started: `ranks`, from which the ranks are forked, or `api`."""
 
     process: str
-    name: str
     popen: "subprocess.Popen[bytes]"
     pidfd: int
 
@@ -54,6 +56,8 @@ class Supervisor:
         self._settings_path = settings_path
         self._children: list[Child] = []
         self._states: dict[int, LaneState] = {}
+        self._told = 0.0
+        """When the first signal to end came."""
         self._drain_until: float | None = None
         self._context = zmq.Context()
         self._poller = zmq.Poller()
@@ -82,20 +86,17 @@ class Supervisor:
             self._context.destroy(linger=0)
 
     def _start(self) -> None:
-        parallel = self._settings.parallel
-        for local in range(parallel.ranks_per_node):
-            rank = self._identity.ordinal * parallel.ranks_per_node + local
-            self._spawn(f"rank-{local}", f"rank {rank}", ["rank", str(local)])
-        self._spawn("api", "api", ["api"])
-        for lane in range(parallel.lanes_per_node):
+        self._spawn("ranks")
+        self._spawn("api")
+        for lane in range(self._settings.parallel.lanes_per_node):
             link = self._context.socket(zmq.DEALER)
             link.connect(api_socket(self._identity.run_dir, lane))
             link.send(_encode(Watch()))
             self._poller.register(link, zmq.POLLIN)
             self._lanes.append(link)
 
-    def _spawn(self, process: str, name: str, arguments: list[str]) -> None:
-        command = [sys.executable, "-P", "-m", "kimi_worker", *arguments, "--parent", str(os.getpid())]
+    def _spawn(self, process: str) -> None:
+        command = [sys.executable, "-P", "-m", "kimi_worker", process, "--parent", str(os.getpid())]
         popen = subprocess.Popen(
             [*command, "--settings", str(self._settings_path)],
             env=child_environment(self._settings, self._identity),
@@ -104,7 +105,7 @@ class Supervisor:
             start_new_session=True,
         )
         pidfd = os.pidfd_open(popen.pid)
-        self._children.append(Child(process, name, popen, pidfd))
+        self._children.append(Child(process, popen, pidfd))
         self._poller.register(pidfd, zmq.POLLIN)
 
     def _is_over(self) -> bool:
@@ -112,7 +113,7 @@ class Supervisor:
         if self._drain_until is None:
             return False
         if not self._is_serving():
-            return True
+            return time.monotonic() >= self._told + STATE_GRACE_S
         return all(state.drained for state in self._states.values())
 
     def _is_serving(self) -> bool:
@@ -123,7 +124,8 @@ class Supervisor:
     def _wait_ms(self) -> int | None:
         if self._drain_until is None:
             return None
-        return max(0, int((self._drain_until - time.monotonic()) * 1000))
+        until = self._drain_until if self._is_serving() else min(self._drain_until, self._told + STATE_GRACE_S)
+        return max(0, math.ceil((until - time.monotonic()) * 1000))
 
     def _take_signals(self) -> None:
         try:
@@ -134,7 +136,8 @@ class Supervisor:
             if self._drain_until is not None:
                 raise PodFailedError(f"told to end twice (the second time by {signal.Signals(number).name})")
             log.info("pod_draining", signal=signal.Signals(number).name, seconds=self._settings.timeouts.drain_s)
-            self._drain_until = time.monotonic() + self._settings.timeouts.drain_s
+            self._told = time.monotonic()
+            self._drain_until = self._told + self._settings.timeouts.drain_s
             for link in self._lanes:
                 link.send(_encode(Drain()))
         if self._drain_until is not None and time.monotonic() >= self._drain_until and not self._is_over():
@@ -162,16 +165,12 @@ class Supervisor:
         """The message of the process that caused the end, which need not be the first to be seen dead."""
         deadline = time.monotonic() + BLAME_S
         while True:
-            said = {child.process: read_last_words(self._identity.run_dir, child.process) for child in self._children}
-            causes = [words for words in said.values() if words is not None and not words.is_consequence]
+            said = read_last_words(self._identity.run_dir)
+            causes = [words for words in said if not words.is_consequence]
             if causes:
                 return causes[0].message
-            silent = [child for child in self._children if child.popen.poll() is not None and not said[child.process]]
-            if silent:
-                return f"{silent[0].name}: {_exit_text(silent[0].popen.returncode)}"
             if time.monotonic() >= deadline:
-                words = said[first.process]
-                return words.message if words is not None else f"{first.name}: {_exit_text(first.popen.returncode)}"
+                return said[0].message if said else f"{first.process}: {_exit_text(first.popen.returncode)}"
             time.sleep(0.02)
 
     def _end_api(self) -> None:
@@ -186,7 +185,7 @@ class Supervisor:
     def _kill_all(self) -> None:
         for child in self._children:
             if child.popen.poll() is None:
-                # Its whole session: libraries may have started helpers.
+                # Its whole session: the ranks, and helpers that libraries may have started.
                 os.killpg(child.popen.pid, signal.SIGKILL)
         for child in self._children:
             child.popen.wait()

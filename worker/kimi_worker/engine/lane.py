@@ -180,10 +180,14 @@ class LaneEngine:
         self._step_s = seconds
 
     def publish_state(self, *, is_due: bool) -> None:
-        """Tell every watcher that has not seen the lane's books as they are; all of them when it `is_due`."""
+        """Tell every watcher that has not seen the lane's books as they are; all of them when it `is_due`.
+
+        A busy lane's count of steps alone is no news.
+        """
         state = self.state()
+        view = (lambda state: state) if self.is_empty else _without_steps
         for client, seen in self._watchers.items():
-            if is_due or seen is None or _without_steps(seen) != _without_steps(state):
+            if is_due or seen is None or view(seen) != view(state):
                 self._watchers[client] = state
                 self.effects.append(ToClient(client, state))
 
