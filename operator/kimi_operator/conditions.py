@@ -87,20 +87,25 @@ def _worst(look: Look, decisions: list[GroupDecision]) -> Finding | None:
     if not waiting:
         return None
 
-    def rank(one: GroupDecision) -> int:
-        return _WORST_FIRST.index(one.reason) if one.reason in _WORST_FIRST else len(_WORST_FIRST)
-
-    worst = min(waiting, key=rank)
-    reason, message = worst.reason, worst.message
+    worst = min(waiting, key=lambda one: _rank(_reason(one)))
+    reason, message = _reason(worst), _checkpoint_failure(worst) or worst.message
     if worst.state is GroupState.READY:  # ready, at another revision
         reason = Reason.PAUSED if look.is_paused else Reason.UPDATING
         message = "runs the previous revision" + (" while the rollout is paused" if look.is_paused else "")
     if reason is Reason.INSUFFICIENT_CAPACITY and look.shortage:
         message = look.shortage
-    if (said := _checkpoint_failure(worst)) is not None and reason is Reason.GROUP_RESTARTING:
-        message = said
     more = f" ({len(waiting) - 1} more groups are not ready)" if len(waiting) > 1 else ""
     return Finding("False", reason, f"{worst.key.role} group {worst.key.group}: {message}{more}")
+
+
+def _reason(decision: GroupDecision) -> Reason:
+    """Of a group that restarts again and again, the cause says more than the restart."""
+    restarts = decision.reason is Reason.GROUP_RESTARTING
+    return Reason.WEIGHTS_MISSING if restarts and _checkpoint_failure(decision) else decision.reason
+
+
+def _rank(reason: Reason) -> int:
+    return _WORST_FIRST.index(reason) if reason in _WORST_FIRST else len(_WORST_FIRST)
 
 
 def _role_ready(look: Look, role: Role) -> Finding:
@@ -147,7 +152,7 @@ def _ready(look: Look, roles: list[Finding], router: Finding) -> Finding:
     unready = [role for role in roles if role.status != "True"]
     if not unready:
         return router if router.status != "True" else Finding("True", Reason.AS_DESIRED)
-    worst = min(unready, key=lambda part: _WORST_FIRST.index(part.reason) if part.reason in _WORST_FIRST else 99)
+    worst = min(unready, key=lambda role: _rank(role.reason))
     return Finding("False", worst.reason, worst.message)
 
 
@@ -214,8 +219,8 @@ def _checkpoint_failure(decision: GroupDecision) -> str | None:
         return None
     if decision.reason is Reason.WEIGHTS_MISSING:
         return decision.message
-    if decision.state is GroupState.FAILED and is_about_checkpoint(decision.message):
-        return decision.message
+    if decision.state is GroupState.FAILED:
+        return decision.message if is_about_checkpoint(decision.message) else None
     failure = decision.stamp.failure if decision.stamp else None
     if failure is not None and decision.reason is Reason.GROUP_RESTARTING and is_about_checkpoint(failure.message):
         return f"{failure.pod}: {failure.message}"

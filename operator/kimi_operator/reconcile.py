@@ -132,7 +132,9 @@ class Reconciler:
         ]
         for one in restarted:
             self.metrics.restarts.labels(key.namespace, key.name, one.key.role.value).inc()
-            log.warning("group_restarted", deployment=str(key), group=str(one.key), why=one.message)
+            log.warning(
+                "group_restarted", deployment=str(key), group=f"{one.key.role}-{one.key.group}", why=one.message
+            )
         self.metrics.set_groups(key, step.decisions)
         if status != before:
             await self.cluster.write_status(ObjectKey("KimiDeployment", *key), metadata["uid"], status)

@@ -40,7 +40,7 @@ def _blocked(pod: PodSeen) -> Blocked | None:
         return Blocked(pod.name, Reason.INSUFFICIENT_CAPACITY, f"{pod.name}: {pod.unschedulable}")
     if pod.mount_failure:
         reason = Reason.WEIGHTS_MISSING if is_about_checkpoint(pod.mount_failure) else Reason.PODS_NOT_READY
-        return Blocked(pod.name, reason, f"{pod.name}: {pod.mount_failure}")
+        return Blocked(pod.name, reason, f"{pod.name} on node {pod.node}: {pod.mount_failure}")
     if pod.init_ended is not None:
         said = str(pod.init_ended)
         reason = Reason.WEIGHTS_MISSING if is_about_checkpoint(said) else Reason.PODS_NOT_READY

@@ -1,0 +1,149 @@
+"""The chart, rendered by helm itself: what is installed, with which rights, and what its schema refuses."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+from collections import defaultdict
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from kimi_operator.cluster import KINDS
+from kimi_operator.handlers import WATCHED_KINDS
+from kimi_operator.settings import OperatorSettings
+
+CHART = Path(__file__).parents[3] / "charts" / "kimi-operator"
+CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "kimi-operator"
+
+
+def find_helm() -> str | None:
+    """The helm that the local cluster builds, or the machine's own if it is of version 4."""
+    built = sorted(CACHE.glob("bin/*/helm"), key=lambda path: path.stat().st_mtime)
+    return str(built[-1]) if built else shutil.which("helm")
+
+
+pytestmark = pytest.mark.skipif(find_helm() is None, reason="helm is built by the local cluster's first start")
+
+
+@cache
+def helm(*arguments: str) -> subprocess.CompletedProcess[str]:
+    program = find_helm()
+    assert program is not None
+    with tempfile.TemporaryDirectory() as home:
+        env = {"PATH": os.environ["PATH"], "HOME": home}
+        return subprocess.run([program, *arguments], env=env, capture_output=True, text=True, check=False, timeout=60)
+
+
+def template(*arguments: str) -> dict[tuple[str, str], dict[str, Any]]:
+    """Rendered objects by kind and name."""
+    done = helm("template", "kimi-operator", str(CHART), "--namespace", "kimi-system", *arguments)
+    assert done.returncode == 0, done.stderr
+    documents = [one for one in yaml.safe_load_all(done.stdout) if one]
+    return {(one["kind"], one["metadata"]["name"]): one for one in documents}
+
+
+def rights(rules: list[dict[str, Any]]) -> dict[tuple[str, str], set[str]]:
+    granted: dict[tuple[str, str], set[str]] = defaultdict(set)
+    for rule in rules:
+        for group in rule["apiGroups"]:
+            for resource in rule["resources"]:
+                granted[group, resource] |= set(rule["verbs"])
+    return granted
+
+
+def test_helm_finds_nothing_to_complain_about() -> None:
+    done = helm("lint", "--strict", str(CHART))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_pod_is_locked_down() -> None:
+    pod = template()["Deployment", "kimi-operator"]["spec"]["template"]["spec"]
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert pod["securityContext"]["runAsUser"] == 65532
+    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    (container,) = pod["containers"]
+    assert container["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    assert container["resources"]["limits"]["memory"]
+    assert {"startupProbe", "livenessProbe", "readinessProbe"} <= set(container)
+    assert "hostPath" not in yaml.safe_dump(pod)
+
+
+def test_every_variable_is_a_setting_of_the_operator() -> None:
+    """An unknown environment variable would be ignored without a word."""
+    pod = template("--set", "watchNamespaces={a,b}")["Deployment", "kimi-operator"]["spec"]["template"]["spec"]
+    env = {one["name"]: one.get("value") for one in pod["containers"][0]["env"]}
+    fields = OperatorSettings.model_fields
+    names = {f"KIMI_OPERATOR_{name.upper()}" for name in fields} | {"POD_NAME", "POD_NAMESPACE", "HOME"}
+    assert set(env) <= names
+    given = {name.removeprefix("KIMI_OPERATOR_").lower(): value for name, value in env.items() if value is not None}
+    given.pop("home")
+    settings = OperatorSettings.model_validate(given)
+    assert settings.watch_namespaces == ("a", "b")
+    assert settings.worker_image == "ghcr.io/kimi-operator/worker:0.1.0"
+    defaults = OperatorSettings.model_validate({})
+    for name in ("lease_duration_s", "lease_renew_s", "node_grace_s", "resync_s", "workers", "http_port"):
+        assert getattr(settings, name) == getattr(defaults, name), name
+
+
+def test_rights_are_exactly_what_is_called() -> None:
+    granted = rights(template()["ClusterRole", "kimi-operator"]["rules"])
+    everything = {verb for verbs in granted.values() for verb in verbs} | {name for key in granted for name in key}
+    assert "*" not in everything
+    for name in WATCHED_KINDS:
+        kind = KINDS[name]
+        assert {"list", "watch"} <= granted[kind.group, kind.plural], name
+    assert granted["", "pods"] == {"list", "watch", "delete"}
+    assert granted["", "nodes"] == {"list", "watch"}
+    assert granted["kimi-operator.io", "kimideployments"] == {"list", "watch"}
+    assert granted["kimi-operator.io", "kimideployments/status"] == {"patch"}
+    assert not {"secrets", "serviceaccounts", "pods/exec", "pods/log"} & {resource for _, resource in granted}
+
+
+def test_a_lease_is_all_that_it_may_write_in_its_own_namespace() -> None:
+    rules = template()["Role", "kimi-operator-lease"]["rules"]
+    assert set(rights(rules)) == {("coordination.k8s.io", "leases")}
+    assert {"get", "update"} == {verb for rule in rules if "resourceNames" in rule for verb in rule["verbs"]}
+
+
+def test_with_namespaces_the_cluster_role_only_reads_what_has_none() -> None:
+    found = template("--set", "watchNamespaces={a,b}")
+    granted = rights(found["ClusterRole", "kimi-operator"]["rules"])
+    assert set(granted) == {("kimi-operator.io", "hardwareprofiles"), ("", "nodes")}
+    assert granted["", "nodes"] == {"list", "watch"}
+    assert ("Role", "kimi-operator") in found
+
+
+def test_profiles_are_installed_unless_told_otherwise() -> None:
+    kinds = {kind for kind, _ in template("--set", "profiles.install=false")}
+    assert "HardwareProfile" not in kinds
+    assert {("HardwareProfile", "mi300x"), ("HardwareProfile", "mi325x")} <= set(template())
+
+
+def test_a_service_monitor_comes_only_when_asked_for() -> None:
+    assert ("ServiceMonitor", "kimi-operator") not in template()
+    assert ("ServiceMonitor", "kimi-operator") in template("--set", "metrics.serviceMonitor.enabled=true")
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("replicas=0", "minimum"),
+        ("replica=2", "additional properties 'replica' not allowed"),
+        ("logLevel=loud", "logLevel"),
+        ("watchNamespaces={Upper}", "pattern"),
+        ("image.pullPolicy=Sometimes", "pullPolicy"),
+    ],
+)
+def test_a_wrong_value_is_refused_by_name(setting: str, words: str) -> None:
+    done = helm("template", "kimi-operator", str(CHART), "--set", setting)
+    assert done.returncode != 0
+    assert words in done.stderr

@@ -1,0 +1,239 @@
+"""Conditions and counts, for each situation that a user may find."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from kimi_operator.api.conditions import ConditionType, Reason
+from kimi_operator.api.deployment import Role
+from kimi_operator.api.status import KimiDeploymentStatus, MeasuredPools, PlanStatus, RolePlanStatus
+from kimi_operator.decide.capacity import Capacity, find_shortage
+from kimi_operator.decide.evidence import Patience, Scene
+from kimi_operator.decide.groups import GroupPolicy, GroupWanted
+from kimi_operator.decide.rollout import decide_groups
+from kimi_operator.look import Look, Refusal
+from kimi_operator.observe import Ended, FailureSeen, GroupSeen, NodeSeen, Observed, PodSeen, RouterSeen
+from kimi_operator.render.names import GroupKey
+from kimi_operator.status import build_status
+
+NOW_S = 10_000.0
+NODES = {f"node{i}": NodeSeen(f"node{i}", gpus={"amd.com/gpu": 8}) for i in range(4)}
+PREFILL, DECODE = GroupKey(Role.PREFILL, 0), GroupKey(Role.DECODE, 0)
+ROLE_PLAN = RolePlanStatus(
+    ranks=16, lanes=8, experts_per_rank=56, max_num_seqs=32, max_num_batched_tokens=2048, max_model_len=900_000,
+    num_pages=1000, page_size_tokens=64, num_state_slots=34, binds="maxNumSeqs binds",
+)  # fmt: skip
+PLAN = PlanStatus(
+    architecture="kimi-k3", profile="mi300x", gpus=32, kv_cache_dtype="bfloat16", experts="MXFP4", transport="NIXL",
+    prefill=ROLE_PLAN, decode=ROLE_PLAN,
+)  # fmt: skip
+ROUTER = RouterSeen(desired=2, ready=2, updated=2, settled=True)
+
+
+def wanted(revision: str = "v1-a", suspended: bool = False) -> list[GroupWanted]:
+    return [GroupWanted(key, "k3", "owner", 2, revision, suspended) for key in (PREFILL, DECODE)]
+
+
+def group(key: GroupKey, changes: dict[int, dict[str, Any]] | None = None, **fields: Any) -> GroupSeen:
+    """A ready group on two nodes; `changes` by ordinal."""
+    first_node = 0 if key.role is Role.PREFILL else 2
+    pods = []
+    for ordinal in range(2):
+        pod = PodSeen(
+            f"k3-{key.role}-0-{ordinal}", f"{key.role}-{ordinal}", 1, "v1-a", 8_000.0, ip="10.0.0.1",
+            node=f"node{first_node + ordinal}", phase="Running", ready=True, ready_changed_s=9_000.0, started_s=8_100.0,
+        )  # fmt: skip
+        pods.append(replace(pod, **(changes or {}).get(ordinal, {})))
+    return replace(GroupSeen(key, f"set-{key.role}", "owner", 1, "v1-a", 2, pods=tuple(pods)), **fields)
+
+
+def look(
+    prefill: GroupSeen | None = None,
+    decode: GroupSeen | None = None,
+    groups: list[GroupWanted] | None = None,
+    paused: bool = False,
+    **fields: Any,
+) -> Look:
+    """A look at a deployment whose groups are ready unless told otherwise."""
+    seen = {PREFILL: prefill or group(PREFILL), DECODE: decode or group(DECODE)}
+    groups = groups or wanted()
+    decisions = decide_groups(
+        groups, seen, Scene(NODES, NOW_S), GroupPolicy(patience=Patience(start_s=5_000.0)), paused=paused
+    )
+    base = Look(
+        name="k3", namespace="ns", generation=7, now_s=NOW_S, seen=Observed(seen, ROUTER, NODES), plan=PLAN,
+        wanted=groups, decisions=decisions, revision="v1-all", revisions=dict.fromkeys(Role, groups[0].revision),
+        desired=dict.fromkeys(Role, 1), router_replicas=2, is_paused=paused, is_suspended=groups[0].suspended,
+    )  # fmt: skip
+    return replace(base, **fields)
+
+
+def conditions(a_look: Look) -> dict[str, tuple[str, str, str]]:
+    status = build_status(a_look)
+    KimiDeploymentStatus.model_validate_json(json.dumps(status))
+    assert [one["type"] for one in status["conditions"]] == [kind.value for kind in ConditionType]
+    assert all(one["observedGeneration"] == 7 for one in status["conditions"])
+    return {one["type"]: (one["status"], one["reason"], one["message"]) for one in status["conditions"]}
+
+
+def test_a_healthy_deployment_is_ready_in_every_way() -> None:
+    found = conditions(look())
+    assert found["Ready"][:2] == ("True", "AsDesired")
+    for kind in ("Available", "PlanResolved", "PrefillReady", "DecodeReady", "RouterReady", "WeightsReady"):
+        assert found[kind][0] == "True", kind
+    assert found["CapacityAvailable"] == ("True", "CapacitySufficient", "4 pods have their nodes")
+    for kind in ("Progressing", "Degraded", "Stalled", "ScalingActive"):
+        assert found[kind][0] == "False", kind
+    assert found["FabricVerified"][:2] == ("Unknown", "NotChecked")
+
+
+def test_counts_and_addresses_stand_beside_the_conditions() -> None:
+    status = build_status(look())
+    decode = status["decode"]
+    assert (decode["desired"], decode["current"], decode["ready"], decode["updated"]) == (1, 1, 1, 1)
+    assert (decode["summary"], decode["revision"]) == ("1/1", "v1-a")
+    assert decode["selector"] == "kimi-operator.io/deployment=k3,kimi-operator.io/role=decode"
+    assert decode["groups"][0]["readyPods"] == 2
+    assert status["router"] == {"desired": 2, "ready": 2}
+    assert status["url"] == "http://k3-router.ns.svc:8000"
+    assert status["observedGeneration"] == 7
+    assert status["plan"]["decode"]["numPages"] == 1000
+
+
+def test_times_change_with_the_status_and_with_nothing_else() -> None:
+    before = build_status(look())
+    later = build_status(look(now_s=NOW_S + 500, previous=before, generation=7))
+    assert later == before
+    broken = look(decode=group(DECODE, {1: {"ready": False, "ready_changed_s": 9_990.0}}))
+    after = build_status(replace(broken, now_s=NOW_S + 500, previous=before))
+    moved = {
+        new["type"]
+        for old, new in zip(before["conditions"], after["conditions"], strict=True)
+        if old["lastTransitionTime"] != new["lastTransitionTime"]
+    }
+    assert moved == {"Ready", "Available", "Progressing", "DecodeReady", "WeightsReady"}
+
+
+def test_a_shortage_is_exact() -> None:
+    words = "0/4 nodes are available: 4 Insufficient amd.com/gpu."
+    refused = {1: {"unschedulable": words, "node": None, "ready": False, "started_s": None}}
+    a_look = look(decode=group(DECODE, refused))
+    in_use = {"node0": 8, "node1": 8, "node2": 8, "node3": 4}
+    shortage = find_shortage(wanted(), a_look.seen, Capacity("amd.com/gpu", {"prefill": 8, "decode": 8}, in_use))
+    assert shortage is not None
+    assert shortage.startswith("needs 4 nodes x 8 amd.com/gpu, 3 free; k3-decode-0-1: 0/4 nodes")
+    found = conditions(replace(a_look, shortage=shortage))
+    assert found["CapacityAvailable"] == ("False", "InsufficientCapacity", shortage)
+    assert found["Ready"][:2] == ("False", "InsufficientCapacity")
+    assert shortage in found["Ready"][2]
+    assert found["Stalled"][0] == "False"
+
+
+def test_no_shortage_while_no_pod_is_refused() -> None:
+    assert find_shortage(wanted(), look().seen, Capacity("amd.com/gpu", {"prefill": 8, "decode": 8}, {})) is None
+
+
+NO_CONFIG = Ended("Error", 1, "/models/checkpoint/config.json: No such file or directory")
+
+
+def test_a_bad_checkpoint_says_so_through_all_restarts() -> None:
+    dead = {1: {"ready": False, "started_s": None, "ended": NO_CONFIG}}
+    fresh = {n: {"ready": False, "ready_changed_s": 8_000.0} for n in range(2)}
+    failure = FailureSeen("2026-01-01T00:00:00Z", "k3-decode-0-1", NO_CONFIG.message)
+    first = look(decode=group(DECODE, dead))
+    again = look(decode=group(DECODE, fresh, streak=1, restarts=1, failure=failure))
+    over = look(decode=group(DECODE, dead, streak=5, restarts=5, failure=failure))
+    for one in (first, again, over):
+        status, reason, message = conditions(one)["WeightsReady"]
+        assert (status, reason) == ("False", "WeightsMissing")
+        assert NO_CONFIG.message in message
+    assert conditions(again)["Ready"][:2] == ("False", "WeightsMissing")
+    stalled = conditions(over)["Stalled"]
+    assert stalled[:2] == ("True", "RestartBudgetExhausted")
+    assert "kubectl delete pod" in stalled[2]
+    groups = build_status(again)["decode"]["groups"]
+    assert (groups[0]["restarts"], groups[0]["lastFailure"]["pod"]) == (1, "k3-decode-0-1")
+
+
+def test_back_off_has_an_end_that_can_be_read() -> None:
+    dead = {1: {"ready": False, "started_s": None, "ended": Ended("Error", 137, "")}}
+    status = build_status(look(decode=group(DECODE, dead, streak=1, restarts=1, restarted_s=NOW_S - 4)))
+    assert status["decode"]["groups"][0]["state"] == "Failed"
+    assert status["decode"]["groups"][0]["nextRestartTime"] == "1970-01-01T02:46:46Z"
+
+
+def test_a_refused_spec_leaves_a_running_service_available() -> None:
+    refusal = Refusal(Reason.DOES_NOT_FIT, "spec.prefill: needs 250 GiB a GPU, 192 GiB there")
+    found = conditions(look(refusal=refusal))
+    for kind, status in (("Ready", "False"), ("PlanResolved", "False"), ("Stalled", "True")):
+        assert found[kind] == (status, "DoesNotFit", refusal.message)
+    assert found["Available"][0] == "True"
+
+
+def test_what_the_api_server_refused_is_told() -> None:
+    found = conditions(look(apply_refusal=Refusal(Reason.APPLY_REFUSED, "exceeded quota")))
+    assert found["Ready"] == ("False", "ApplyRefused", "exceeded quota")
+    assert found["Stalled"][:2] == ("True", "ApplyRefused")
+
+
+def test_a_paused_rollout_is_neither_progress_nor_ready() -> None:
+    found = conditions(look(groups=wanted("v1-b"), paused=True))
+    assert found["Ready"][:2] == ("False", "Paused")
+    assert found["Progressing"][:2] == ("False", "Paused")
+    assert found["Available"][0] == "True"
+
+
+def test_a_rollout_counts_updated_groups_only() -> None:
+    a_look = look(groups=wanted("v1-b"))
+    status = build_status(a_look)
+    assert (status["prefill"]["ready"], status["prefill"]["updated"], status["prefill"]["current"]) == (0, 0, 1)
+    assert conditions(a_look)["Ready"][:2] == ("False", "Updating")
+    assert conditions(a_look)["Progressing"][:2] == ("True", "Updating")
+
+
+def test_a_suspended_deployment_is_not_called_broken() -> None:
+    found = conditions(look(groups=wanted(suspended=True)))
+    assert found["Ready"][:2] == ("False", "Suspended")
+    assert found["Stalled"][0] == "False"
+    assert found["Degraded"][0] == "False"
+
+
+def test_a_second_group_that_is_down_degrades_the_service() -> None:
+    second = GroupKey(Role.DECODE, 1)
+    groups = [*wanted(), GroupWanted(second, "k3", "owner", 2, "v1-a")]
+    seen = {PREFILL: group(PREFILL), DECODE: group(DECODE), second: group(second, {0: {"ready": False}})}
+    decisions = decide_groups(groups, seen, Scene(NODES, NOW_S), GroupPolicy(), paused=False)
+    a_look = look(wanted=groups, decisions=decisions, seen=Observed(seen, ROUTER, NODES))
+    found = conditions(a_look)
+    assert found["Available"][0] == "True"
+    assert found["Degraded"][0] == "True"
+    assert "decode group 1" in found["Degraded"][2]
+
+
+@pytest.mark.parametrize(("pages", "degraded"), [(1000, "False"), (985, "False"), (900, "True"), (1100, "False")])
+def test_real_pools_are_held_against_the_plan(pages: int, degraded: str) -> None:
+    pools = MeasuredPools(num_pages=pages, num_state_slots=34, max_num_seqs=32, weights_bytes=1)
+    a_look = look(measured={DECODE: pools})
+    found = conditions(a_look)
+    assert found["Degraded"][0] == degraded
+    differs = abs(pages - 1000) > 20
+    assert found["PlanResolved"][:2] == ("True", "PoolsDiffer" if differs else "PlanFits")
+    if differs:
+        assert f"decode group 0: {pages} KV pages a lane, planned 1000" in found["PlanResolved"][2]
+    assert build_status(a_look)["decode"]["groups"][0]["measured"]["numPages"] == pages
+
+
+def test_a_router_that_is_not_there_is_named_last() -> None:
+    router = RouterSeen(desired=2, ready=1, updated=2, settled=True)
+    found = conditions(look(seen=Observed(look().seen.groups, router, NODES)))
+    assert found["Ready"] == ("False", "PodsNotReady", "1 of 2 router pods ready")
+    assert found["Available"][0] == "True"
+
+
+def test_messages_never_exceed_what_the_schema_allows() -> None:
+    dead = {1: {"ready": False, "started_s": None, "ended": Ended("Error", 1, "x" * 9000)}}
+    conditions(look(decode=group(DECODE, dead)))
+    conditions(look(decode=group(DECODE, dead, streak=5)))
