@@ -99,12 +99,12 @@ class Pool:
 
     def fill(self, holding: Holding, owner: str | None) -> None:
         for rank in range(NUM_RANKS):
-            for start, stamp in self._stamps(holding, owner, rank):
+            for start, stamp in _stamps(holding, owner, rank):
                 self.ranks[rank][start : start + len(stamp)] = stamp
 
     def check(self, holding: Holding, owner: str | None, rule: str) -> None:
         for rank in range(NUM_RANKS):
-            for start, stamp in self._stamps(holding, owner, rank):
+            for start, stamp in _stamps(holding, owner, rank):
                 found = self.ranks[rank][start : start + len(stamp)]
                 if found != stamp:
                     raise InvariantError(f"{rule}: rank {rank}, {holding}, byte {start}: found {found.hex()}")
@@ -123,17 +123,19 @@ class Pool:
                 return unit in (self.free_pages if region.layout.unit is Unit.PAGE else self.free_slots)
         raise InvariantError(f"I2: byte {start} is in no region")
 
-    def _stamps(self, holding: Holding, owner: str | None, rank: int) -> list[tuple[int, bytes]]:
-        stamps = []
-        for region in REGIONS:
-            size = region.layout.bytes_per_unit
-            units: Sequence[int] = holding.pages if region.layout.unit is Unit.PAGE else (holding.slot,)
-            for index, unit in enumerate(units):
-                stamps.append((region.pointer + unit * size, _stamp(owner, rank, region.layout.name, index, size)))
-        return stamps
+
+@functools.lru_cache(maxsize=1024)
+def _stamps(holding: Holding, owner: str | None, rank: int) -> list[tuple[int, bytes]]:
+    """Addresses and bytes of all that the owner holds on a rank; without an owner the bytes are poison."""
+    stamps = []
+    for region in REGIONS:
+        size = region.layout.bytes_per_unit
+        units: Sequence[int] = holding.pages if region.layout.unit is Unit.PAGE else (holding.slot,)
+        for index, unit in enumerate(units):
+            stamps.append((region.pointer + unit * size, _stamp(owner, rank, region.layout.name, index, size)))
+    return stamps
 
 
-@functools.lru_cache(maxsize=4096)
 def _stamp(owner: str | None, rank: int, region: str, index: int, size: int) -> bytes:
     """Bytes that only this unit of this owner holds."""
     if owner is None:

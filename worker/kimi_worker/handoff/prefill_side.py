@@ -255,6 +255,7 @@ class PrefillSide:
             if transfer.key.number >= link.oldest:
                 continue
             actions += self._stop(transfer, "decode has closed the transfer")
+            # One whose writes are still ending goes with a later Hello
             if not transfer.is_open:
                 del link.transfers[transfer.key.number]
         return actions
@@ -476,12 +477,12 @@ class PrefillSide:
 
     def _finish(self, actions: list[Action]) -> list[Action]:
         """Add what follows from any event: links that have closed, watching or not."""
+        busy = False
         for link in self._links.values():
-            if link.state is LinkState.CLOSING and not link.disconnecting and not link.open_transfers():
+            num_open = len(link.open_transfers())
+            if link.state is LinkState.CLOSING and not link.disconnecting and not num_open:
                 link.state = LinkState.CLOSED
-            for number in [n for n, item in link.transfers.items() if n < link.oldest and not item.is_open]:
-                del link.transfers[number]
-        busy = any(link.state is LinkState.CLOSING or link.open_transfers() for link in self._links.values())
+            busy = busy or link.state is LinkState.CLOSING or num_open > 0
         if busy != self._watching:
             self._watching = busy
             actions = [*actions, ToRanks(Watch(busy))]

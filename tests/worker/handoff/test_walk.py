@@ -1,0 +1,118 @@
+"""Random walks of whole lanes through faults. KIMI_WALK_SEEDS sets how many (default 2,000)."""
+
+import os
+from typing import Any
+
+import pytest
+from kimi_worker.handoff.actions import Action
+from kimi_worker.handoff.decode_side import DecodeSide
+from kimi_worker.handoff.lanes import InvariantError
+from kimi_worker.handoff.prefill_side import PrefillSide
+from kimi_worker.handoff.walk import Walk
+from msgspec.structs import replace
+
+BLOCK = 100
+NUM_SEEDS = int(os.environ.get("KIMI_WALK_SEEDS", "2000"))
+FAULTY_SEEDS = 150
+"""Enough for each planted bug below to show; most show within ten."""
+
+
+@pytest.mark.parametrize("first", range(0, NUM_SEEDS, BLOCK))
+def test_invariants_hold_through_faults(first: int) -> None:
+    done = 0
+    for seed in range(first, first + BLOCK):
+        try:
+            done += Walk(seed).run()["done"]
+        except Exception as error:
+            error.add_note(f"seed {seed}")
+            raise
+    # The walks must not only fail cleanly
+    assert done > BLOCK
+
+
+def test_a_walk_is_repeatable() -> None:
+    assert Walk(7).run() == Walk(7).run()
+
+
+def breaks(rule: str, *, early: bool = False) -> bool:
+    """Whether some walk breaks the invariant."""
+    for seed in range(FAULTY_SEEDS):
+        try:
+            Walk(seed, early=early).run()
+        except InvariantError as error:
+            if str(error).startswith(rule):
+                return True
+        except RuntimeError:
+            # A planted bug may also make the lanes talk for ever; another seed shows the broken invariant
+            continue
+    return False
+
+
+def test_notifying_before_the_writes_land_breaks_i1() -> None:
+    assert breaks("I1", early=True)
+
+
+_wrote, _aborted, _close_below = PrefillSide._wrote, PrefillSide._aborted, PrefillSide._close_numbers_below
+_prefill_meets, _decode_meets = PrefillSide._meet, DecodeSide._meet
+
+
+def free_at_once(side: DecodeSide, item: Any, now: float) -> list[Action]:
+    return side._free(item)
+
+
+def abort_while_writing(side: PrefillSide, link: Any, message: Any, now: float) -> list[Action]:
+    transfer = link.transfers.get(message.number)
+    return [] if transfer is None else side._end(transfer, "decode gave up")
+
+
+def first_rank_is_enough(side: PrefillSide, report: Any, now: float) -> list[Action]:
+    transfer = side._find(report.key)
+    return [] if transfer is None or transfer.ready is None else side._landed(transfer, now)
+
+
+def skip_the_fence(side: PrefillSide, report: Any, now: float) -> list[Action]:
+    side._fence = False
+    return _wrote(side, report, now)
+
+
+def call_all_settled(side: PrefillSide, key: Any, text: str, settled: bool) -> Any:
+    return _aborted(side, key, text, settled=True)
+
+
+def forget_what_is_closed(side: PrefillSide, link: Any, oldest: int) -> list[Action]:
+    actions = _close_below(side, link, oldest)
+    link.oldest = 0
+    return actions
+
+
+def accept_any_decode(side: PrefillSide, peer: str, hello: Any, now: float) -> list[Action]:
+    return _prefill_meets(side, peer, replace(hello, layout_hash=side._identity.layout_hash), now)
+
+
+def accept_any_prefill(side: DecodeSide, peer: str, hello: Any, now: float) -> list[Action]:
+    return _decode_meets(side, peer, replace(hello, layout_hash=side._identity.layout_hash), now)
+
+
+@pytest.mark.parametrize(
+    ("rule", "plants"),
+    [
+        pytest.param("I2", [(DecodeSide, "_give_up", free_at_once)], id="no quarantine"),
+        pytest.param("I2", [(DecodeSide, "_cut_off", free_at_once)], id="no revoke"),
+        pytest.param("I2", [(PrefillSide, "_abort", abort_while_writing)], id="abort answered while writing"),
+        pytest.param("I1", [(PrefillSide, "_wrote", first_rank_is_enough)], id="ready at the first rank"),
+        pytest.param("I1", [(PrefillSide, "_wrote", skip_the_fence)], id="no fence"),
+        pytest.param("I2", [(PrefillSide, "_aborted", call_all_settled)], id="broken writes called settled"),
+        pytest.param(
+            "I2", [(PrefillSide, "_close_numbers_below", forget_what_is_closed)], id="late request done again"
+        ),
+        pytest.param(
+            "I6",
+            [(PrefillSide, "_meet", accept_any_decode), (DecodeSide, "_meet", accept_any_prefill)],
+            id="layouts not compared",
+        ),
+    ],
+)
+def test_a_planted_bug_shows(rule: str, plants: list[tuple[type, str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    for owner, name, bug in plants:
+        monkeypatch.setattr(owner, name, bug)
+    assert breaks(rule)
