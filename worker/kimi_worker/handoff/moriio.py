@@ -1,0 +1,226 @@
+"""The handoff over MoRI-IO's RDMA backend, AMD's one-sided transfers between GPUs.
+
+Not run on hardware: written against the library's documented interface and tested against a recording double of it.
+
+What its documentation and its users' reports make this module do:
+- A successful status means that the sender's NIC is done; the bytes may not yet be visible in the peer's memory. So
+  `handoff.fence` must be `read_back`: a read behind the writes of every region, over the same session, pushes them out.
+- `session.batch_write` and `batch_read` want lists and return one status; the engine's methods of the same names
+  return one status a copy. Only sessions are used here, and both shapes are accepted.
+- Target-side notifications stay off: nobody here takes them, and a full queue of them fails later transfers.
+- Posted work cannot be called back: a disconnected post completes when its queue pair has given up.
+"""
+
+import ctypes
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from kimi_worker.handoff.plan import READ_BACK_BYTES, READ_BACK_LIMIT, Copy, read_back_targets
+from kimi_worker.handoff.transport import Completion, Region, TransportError
+
+if TYPE_CHECKING:
+    from mori import io as mori_io
+
+SCRATCH_BYTES = READ_BACK_BYTES * READ_BACK_LIMIT
+HOST_DEVICE_ID = -1
+"""MoRI's device of host memory."""
+
+
+class _Descriptor(msgspec.Struct, frozen=True):
+    """What a peer needs to write into this rank: packed EngineDesc, and a packed MemoryDesc a region."""
+
+    key: str
+    engine: bytes
+    memories: list[bytes]
+    num_bytes: list[int]
+
+
+@dataclass(slots=True)
+class _Peer:
+    engine: "mori_io.EngineDesc"
+    num_bytes: list[int]
+    write_sessions: list["mori_io.IOEngineSession"]
+    """By region."""
+    read_sessions: list["mori_io.IOEngineSession"]
+    """By region, into the scratch."""
+
+
+@dataclass(slots=True)
+class _Post:
+    peer: str
+    statuses: list["mori_io.TransferStatus"] = field(default_factory=list)
+    error: str = ""
+    was_posted: bool = False
+
+
+class MoriTransport:
+    """One IOEngine. `name` must differ from that of every engine a peer may still know (engine, epoch, rank).
+
+    Raises TransportError when the `mori` package is missing.
+    """
+
+    def __init__(self, name: str, host: str, qp_per_transfer: int = 4) -> None:
+        """`host` is this pod's address, where peers reach the engine's control port."""
+        try:
+            self._mori = importlib.import_module("mori.io")
+        except ImportError as error:
+            raise TransportError(
+                f"handoff.transport moriio needs the mori package of the ROCm image: {error}"
+            ) from error
+        self._name = name
+        self._host = host
+        self._qp_per_transfer = qp_per_transfer
+        self._num_engines = 0
+        self._engine: mori_io.IOEngine | None = None
+        self._regions: list[Region] = []
+        self._memories: list[mori_io.MemoryDesc] = []
+        self._scratch = ctypes.create_string_buffer(SCRATCH_BYTES)
+        self._peers: dict[str, _Peer] = {}
+        self._posts: dict[int, _Post] = {}
+        self._last_post = 0
+
+    def register(self, regions: Sequence[Region]) -> bytes:
+        """Register the rank's memory once and return its descriptor for peers."""
+        self._regions = list(regions)
+        return self._open()
+
+    def connect(self, descriptor: bytes) -> str:
+        """Load a peer's descriptor and return its handle. Raises TransportError."""
+        try:
+            peer = msgspec.msgpack.decode(descriptor, type=_Descriptor)
+        except msgspec.MsgspecError as error:
+            raise TransportError(f"cannot read the peer's descriptor: {error}") from error
+        if len(peer.memories) != len(self._regions):
+            raise TransportError(f"engine {peer.key} has {len(peer.memories)} regions, this rank {len(self._regions)}")
+        engine = self._live()
+        remote_engine = self._mori.EngineDesc.unpack(peer.engine)
+        engine.register_remote_engine(remote_engine)
+        remotes = [self._mori.MemoryDesc.unpack(memory) for memory in peer.memories]
+        *locals_, scratch = self._memories
+        writes = [engine.create_session(local, remote) for local, remote in zip(locals_, remotes, strict=True)]
+        reads = [engine.create_session(scratch, remote) for remote in remotes]
+        if any(session is None for session in [*writes, *reads]):
+            engine.deregister_remote_engine(remote_engine)
+            raise TransportError(f"no session to engine {peer.key}; check that RDMA devices reach each other")
+        self._peers[peer.key] = _Peer(remote_engine, peer.num_bytes, writes, reads)
+        return peer.key
+
+    def post_write(self, peer: str, copies: Sequence[Copy]) -> int:
+        """Start writing into the peer's memory; the post's Completion comes from `poll`."""
+        post = self._new_post(peer)
+        known = self._peers.get(peer)
+        if known is None:
+            return self._last_post
+        for region, session in enumerate(known.write_sessions):
+            mine = [copy for copy in copies if copy.region == region]
+            if not mine or post.error:
+                continue
+            if max(copy.remote_offset + copy.num_bytes for copy in mine) > known.num_bytes[region]:
+                post.error = f"a copy ends beyond region {self._regions[region].layout.name} of {peer}"
+                continue
+            self._add(post, session.batch_write, [copy.local_offset for copy in mine], mine, session)
+        return self._last_post
+
+    def post_read_back(self, peer: str, copies: Sequence[Copy]) -> int:
+        """Start reading a few bytes of each region that the copies wrote, behind those writes.
+
+        Concurrent reads share the scratch: that they come back is what counts, not what they bring.
+        """
+        post = self._new_post(peer)
+        known = self._peers.get(peer)
+        if known is None:
+            return self._last_post
+        targets = read_back_targets(copies)
+        for region, session in enumerate(known.read_sessions):
+            mine = [target for target in targets if target.region == region]
+            if mine:
+                self._add(post, session.batch_read, [READ_BACK_BYTES * row for row in range(len(mine))], mine, session)
+        return self._last_post
+
+    def poll(self) -> list[Completion]:
+        """Return the posts that have ended since the last call; each exactly once. MoRI's threads make the progress."""
+        ended = []
+        for number, post in list(self._posts.items()):
+            if any(status.InProgress() for status in post.statuses):
+                continue
+            failed = next((status for status in post.statuses if not status.Succeeded()), None)
+            if failed is not None and not post.error:
+                post.error = f"transfer with {post.peer}: {failed.Code()}: {failed.Message()}"
+            del self._posts[number]
+            ended.append(Completion(number, post.error, settled=not post.error or not post.was_posted))
+        return ended
+
+    def pump(self) -> None:
+        """Nothing: the NIC writes without this side's help."""
+
+    def disconnect(self, peer: str) -> None:
+        """Forget the peer; its open posts complete with an error once their queue pairs have given up."""
+        known = self._peers.pop(peer, None)
+        if known is None:
+            return
+        for post in self._posts.values():
+            if post.peer == peer and not post.error:
+                post.error = f"disconnected from {peer}"
+        self._live().deregister_remote_engine(known.engine)
+
+    def revoke(self) -> bytes:
+        """Deregister all memory, which makes the NIC refuse late writes, and start anew under another name."""
+        self.close()
+        return self._open()
+
+    def close(self) -> None:
+        """Give everything back; open posts are dropped."""
+        if self._engine is None:
+            return
+        for peer in list(self._peers):
+            self.disconnect(peer)
+        for memory in self._memories:
+            self._engine.deregister_memory(memory)
+        self._memories, self._posts, self._engine = [], {}, None
+
+    def _open(self) -> bytes:
+        mori = self._mori
+        self._num_engines += 1
+        key = f"{self._name}/{self._num_engines}"
+        engine = self._engine = mori.IOEngine(key, mori.IOEngineConfig(host=self._host, port=0))
+        backend = mori.RdmaBackendConfig(qp_per_transfer=self._qp_per_transfer, enable_notification=False)
+        engine.create_backend(mori.BackendType.RDMA, backend)
+        places = {"cpu": mori.MemoryLocationType.CPU, "cuda": mori.MemoryLocationType.GPU}
+        for region in self._regions:
+            device_id = region.device_id if region.device == "cuda" else HOST_DEVICE_ID
+            memory = engine.register_memory(region.pointer, region.num_bytes, device_id, places[region.device])
+            self._memories.append(memory)
+        exported = [memory.pack() for memory in self._memories]
+        scratch = engine.register_memory(ctypes.addressof(self._scratch), SCRATCH_BYTES, HOST_DEVICE_ID, places["cpu"])
+        self._memories.append(scratch)
+        num_bytes = [region.num_bytes for region in self._regions]
+        return msgspec.msgpack.encode(_Descriptor(key, engine.get_engine_desc().pack(), exported, num_bytes))
+
+    def _live(self) -> "mori_io.IOEngine":
+        assert self._engine is not None, f"transport {self._name} is used before register or after close"
+        return self._engine
+
+    def _new_post(self, peer: str) -> _Post:
+        self._last_post += 1
+        post = self._posts[self._last_post] = _Post(peer)
+        if peer not in self._peers:
+            post.error = f"not connected to {peer}"
+        return post
+
+    def _add(
+        self,
+        post: _Post,
+        operation: "mori_io.BatchOperation",
+        local_offsets: list[int],
+        copies: Sequence[Copy],
+        session: "mori_io.IOEngineSession",
+    ) -> None:
+        remote_offsets = [copy.remote_offset for copy in copies]
+        sizes = [copy.num_bytes for copy in copies]
+        post.was_posted = True
+        result = operation(local_offsets, remote_offsets, sizes, session.allocate_transfer_uid())
+        post.statuses += list(result) if isinstance(result, (list, tuple)) else [result]
