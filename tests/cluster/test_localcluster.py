@@ -9,13 +9,15 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from kimi_localcluster.cluster import Cluster, ExistingCluster
+from kimi_localcluster.cluster import Cluster
 from kimi_localcluster.errors import CommandError, LocalClusterError
+from kimi_localcluster.existing import LOCAL_ONLY, ExistingCluster
 from kimi_localcluster.keeper import control_process, keeper_process
 from kimi_localcluster.spec import DEFAULT_IMAGES
 from kimi_localcluster.testing import temporary_namespace
@@ -138,6 +140,24 @@ def test_commands_in_the_cluster_use_its_addresses_and_names(cluster: Cluster, w
         assert cluster.exec(fetch(url)).stdout.strip() == "found"
 
 
+def test_clients_in_the_test_process_use_the_clusters_network(cluster: Cluster, web: str) -> None:
+    address = cluster.get("service", "web-any", namespace=web)["spec"]["clusterIP"]
+    with cluster.network(), urllib.request.urlopen(f"http://{address}/needle", timeout=5) as answer:
+        assert answer.read() == b"found\n"
+    with pytest.raises(OSError, match=r"refused|unreachable|timed out"):
+        urllib.request.urlopen(f"http://{address}/needle", timeout=1)
+
+
+def test_image_of_the_present_code_is_loaded_under_any_name(cluster: Cluster, namespace: str) -> None:
+    cluster.load_image("registry.example/a/b:2")
+    container = {"name": "c", "image": "registry.example/a/b:2", "imagePullPolicy": "IfNotPresent"}
+    container["command"] = ["python", "-c", "import kimi_operator; print(kimi_operator.__name__)"]
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "p"}}
+    cluster.apply({**pod, "spec": {"restartPolicy": "Never", "containers": [container]}}, namespace=namespace)
+    cluster.wait("pod/p", "jsonpath={.status.phase}=Succeeded", namespace=namespace)
+    assert cluster.kubectl("logs", "p", "-n", namespace) == "kimi_operator\n"
+
+
 def test_pods_run_the_project_from_an_image_with_its_programs_on_path(cluster: Cluster, web: str) -> None:
     program = "import kimi_worker, kimi_kernels, os, sys; print(kimi_worker.__file__, os.getuid(), sys.prefix)"
     file, user, prefix = cluster.kubectl("exec", "-n", web, "web-0", "--", "python", "-c", program).split()
@@ -224,9 +244,10 @@ def test_kubeconfig_gives_the_same_surface_without_node_verbs(cluster: Cluster) 
     # Stands for a machine on which the API server's address is reachable, as it is from inside the cluster.
     inside = cluster.exec([sys.executable, "-c", FROM_KUBECONFIG, str(cluster.kubeconfig)])
     assert inside.stdout.split() == cluster.spec.node_names
-    for verb in ("partition_node", "heal_node", "kill_node", "restart_node", "stop_component", "load_image"):
+    for verb in LOCAL_ONLY:
+        assert hasattr(Cluster, verb)
         with pytest.raises(LocalClusterError, match="existing cluster"):
-            getattr(existing, verb)(0)
+            getattr(existing, verb)
     with pytest.raises(LocalClusterError, match="existing cluster"):
         existing.exec(["true"], node=0)
     with pytest.raises(LocalClusterError, match="not a file"):

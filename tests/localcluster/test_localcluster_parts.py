@@ -78,12 +78,12 @@ def test_image_has_mount_points_that_any_user_can_pass(tmp_path: Path) -> None:
 
 
 def fake_v1(root: Path) -> Path:
-    for controller in ("memory", "cpuset", "pids"):
+    for controller in ("cpu", "cpuset", "pids"):
         (root / controller).mkdir(parents=True)
         (root / controller / "cgroup.procs").touch()
     for file in ("cpuset.cpus", "cpuset.mems"):
         (root / "cpuset" / file).write_text("0-1\n")
-    (root / "cpu,cpuacct").symlink_to("cpu")
+    (root / "cpuacct").symlink_to("cpu")
     return root
 
 
@@ -93,10 +93,11 @@ def test_v1_groups_are_made_in_each_hierarchy_with_cpus(tmp_path: Path) -> None:
     assert not cgroups.is_v2
     assert len(cgroups.hierarchies()) == 3
     for group in ("kimi-a/system", "kimi-a/node0", "kimi-a/node1"):
-        assert all((tmp_path / controller / group).is_dir() for controller in ("memory", "cpuset", "pids"))
+        assert all((tmp_path / controller / group).is_dir() for controller in ("cpu", "cpuset", "pids"))
         assert (tmp_path / "cpuset" / group / "cpuset.cpus").read_text() == "0-1\n"
     cgroups.join_system()
-    assert (tmp_path / "pids/kimi-a/system/cgroup.procs").read_text() == "0"
+    assert not (tmp_path / "pids/kimi-a/system/cgroup.procs").exists()
+    assert (tmp_path / "cpu/kimi-a/system/cgroup.procs").read_text() == "0"
 
 
 def test_v2_groups_get_the_controllers_of_their_parent(tmp_path: Path) -> None:

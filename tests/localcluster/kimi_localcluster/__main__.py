@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kimi_localcluster.binaries import DEFAULT_PROGRAMS, ensure_programs
-from kimi_localcluster.cluster import Cluster, running_clusters
+from kimi_localcluster.cluster import START_TIMEOUT_S, Cluster, running_clusters
 from kimi_localcluster.errors import LocalClusterError
 from kimi_localcluster.progress import Progress
 from kimi_localcluster.spec import DEFAULT_IMAGES, DEFAULT_NAME, ClusterSpec, default_vram
@@ -36,7 +36,7 @@ def up(
     device_id: str = "74a1",
     vram: str | None = None,
     image: tuple[str, ...] = DEFAULT_IMAGES,
-    timeout: float = 180,
+    timeout: float = START_TIMEOUT_S,
 ) -> None:
     """Start a cluster; builds and installs first what is missing. No effect if the same one runs.
 

@@ -16,6 +16,11 @@ from pathlib import Path
 from kimi_localcluster.errors import LocalClusterError
 from kimi_localcluster.paths import CGROUP_ROOT
 
+# Shares of CPU time, in units of what one session of the machine gets. A cluster counts as several, since it is many
+# programs; in it the control plane and kubelets go before pods, or a busy pod would make nodes look dead.
+NODE_WEIGHT = 4
+SYSTEM_WEIGHT = 10
+
 
 class Cgroups:
     """Control groups of one cluster under a mounted cgroup file system."""
@@ -44,19 +49,21 @@ class Cgroups:
         hierarchies = self.hierarchies()
         if not hierarchies:
             raise LocalClusterError(f"no cgroup hierarchy is mounted under {self._root}; kubelets cannot run without")
+        groups = {self._top: NODE_WEIGHT * (num_nodes + 1), f"{self._top}/system": SYSTEM_WEIGHT}
+        groups |= {f"{self._top}/node{index}": 1 for index in range(num_nodes)}
         for hierarchy in hierarchies:
-            for path in (self._top, f"{self._top}/system", *(f"{self._top}/node{n}" for n in range(num_nodes))):
+            for path, weight in groups.items():
                 try:
                     (hierarchy / path).mkdir(exist_ok=True)
-                    self._prepare(hierarchy / path)
+                    self._prepare(hierarchy / path, weight)
                 except OSError as error:
                     raise LocalClusterError(
                         f"cannot create cgroup {hierarchy / path}: {error}; the local cluster needs root and "
                         f"a writable {self._root} (in a container: a privileged one with its own cgroup namespace)"
                     ) from error
 
-    def _prepare(self, group: Path) -> None:
-        """Make a new group usable: controllers in v2, cpus and memory nodes in v1's cpuset."""
+    def _prepare(self, group: Path, weight: int) -> None:
+        """Make a new group usable: controllers in v2, cpus and memory nodes in v1's cpuset, its share of CPU time."""
         parent = group.parent
         if self.is_v2:
             available = (parent / "cgroup.controllers").read_text().split()
@@ -66,14 +73,17 @@ class Cgroups:
         elif (parent / "cpuset.cpus").exists():
             for file in ("cpuset.cpus", "cpuset.mems"):
                 (group / file).write_text((parent / file).read_text())
+        for file, unit in (("cpu.shares", 1024), ("cpu.weight", 100)):
+            if (group / file).exists():
+                (group / file).write_text(str(unit * weight))
 
     def join_system(self) -> None:
         """Move the calling process, and so all its later children, into the cluster's own group.
 
-        In v1 one hierarchy suffices to find them again; the limits of the others stay those of the caller.
+        In v1 that of one hierarchy suffices to find them again; the limits of the others stay those of the caller.
         """
-        names = [path for path in self.hierarchies() if path.name.startswith("pids")] or self.hierarchies()
-        (names[0] / self._top / "system" / "cgroup.procs").write_text("0")
+        hierarchy = min(self.hierarchies(), key=lambda path: "cpu" not in path.name.split(","))
+        (hierarchy / self._top / "system" / "cgroup.procs").write_text("0")
 
     def processes(self) -> set[int]:
         """Ids of all processes in the cluster's groups, as the caller sees them."""

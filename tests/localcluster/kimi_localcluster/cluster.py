@@ -20,6 +20,7 @@ from kimi_localcluster import channel
 from kimi_localcluster.binaries import DEFAULT_PROGRAMS, ensure_programs
 from kimi_localcluster.channel import Message
 from kimi_localcluster.errors import LocalClusterError, WaitTimeoutError, tail
+from kimi_localcluster.existing import ExistingCluster
 from kimi_localcluster.keeper import (
     MODULE,
     Order,
@@ -29,14 +30,15 @@ from kimi_localcluster.keeper import (
     write_pod_images,
 )
 from kimi_localcluster.kube import Kube
+from kimi_localcluster.machine import check_machine
 from kimi_localcluster.packages import ensure_packages
 from kimi_localcluster.paths import ClusterPaths, cache_dir, environment, existing_kubeconfig
 from kimi_localcluster.podenv import ensure_pod_environment, remove_old
 from kimi_localcluster.progress import Progress
-from kimi_localcluster.shell import UNSHARE, file_lock, run
+from kimi_localcluster.shell import file_lock
 from kimi_localcluster.spec import DEFAULT_IMAGES, DEFAULT_NAME, ClusterSpec, default_vram
 
-START_TIMEOUT_S = 180.0
+START_TIMEOUT_S = 300.0
 END_TIMEOUT_S = 30.0
 POLL_S = 0.1
 
@@ -101,7 +103,7 @@ class Cluster(Kube):
 
     @classmethod
     def find_or_up(cls, name: str = DEFAULT_NAME, **options: Any) -> Cluster | ExistingCluster:
-        """KUBECONFIG's cluster if that is set, else the running local one, else a new one; `options` are those of `up`."""
+        """KUBECONFIG's cluster if that is set, else the running local one, else a new one, with the options of `up`."""
         if kubeconfig := existing_kubeconfig():
             return cls.from_kubeconfig(kubeconfig)
         return cls.attach(name) if name in running_clusters() else cls.up(name, **options)
@@ -300,30 +302,6 @@ class Cluster(Kube):
             remove_traces(self.paths)
 
 
-class ExistingCluster(Kube):
-    """A cluster that this package did not start, by its kubeconfig."""
-
-    def __init__(self, kubeconfig: Path) -> None:
-        if not kubeconfig.is_file():
-            raise LocalClusterError(f"kubeconfig {kubeconfig} is not a file; correct KUBECONFIG or unset it")
-        self.kubeconfig = kubeconfig.resolve()
-
-    def command(self, argv: Sequence[str], node: int | None = None) -> list[str]:
-        if node is not None:
-            raise LocalClusterError(
-                f"{self.kubeconfig} names an existing cluster; commands on its nodes are not possible"
-            )
-        return list(argv)
-
-    def command_env(self) -> dict[str, str]:
-        return environment(KUBECONFIG=str(self.kubeconfig))
-
-    def __getattr__(self, name: str) -> Any:
-        if hasattr(Cluster, name):
-            raise LocalClusterError(f"{self.kubeconfig} names an existing cluster; {name} works on a local one only")
-        raise AttributeError(name)
-
-
 def _set_network_namespace(fd: int) -> None:
     """setns(2) for the calling thread; Python has it from 3.12 on."""
     clone_newnet = 0x40000000
@@ -334,22 +312,6 @@ def _set_network_namespace(fd: int) -> None:
 def _is_closed(fd: int, timeout_s: float) -> bool:
     """Whether the other end of a pipe that carries nothing closes within the time."""
     return bool(select.select([fd], [], [], timeout_s)[0])
-
-
-def check_machine() -> None:
-    """Raise LocalClusterError where no local cluster can run."""
-    if sys.platform != "linux":
-        raise LocalClusterError(
-            f"the local cluster needs Linux, this is {sys.platform}; use KUBECONFIG for another cluster"
-        )
-    if os.geteuid() != 0:
-        raise LocalClusterError("the local cluster needs root for namespaces, mounts and cgroups; run it as root")
-    try:
-        run([*UNSHARE, "true"])
-    except LocalClusterError as error:
-        raise LocalClusterError(
-            f"new namespaces cannot be made here: {error}; in a container, run it privileged"
-        ) from error
 
 
 def running_clusters() -> list[str]:

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,7 +27,6 @@ class Daemon:
     argv: list[str]
     log: Path
     restart: bool = True
-    env: Mapping[str, str] | None = None
     wanted: bool = True
     process: subprocess.Popen[bytes] | None = None
     num_restarts: int = 0
@@ -57,11 +56,9 @@ class Init:
     def daemons(self) -> dict[str, Daemon]:
         return self._daemons
 
-    def start(
-        self, name: str, argv: list[str], *, restart: bool = True, env: Mapping[str, str] | None = None
-    ) -> Daemon:
+    def start(self, name: str, argv: list[str], *, restart: bool = True) -> Daemon:
         """Start a daemon with its output in NAME.log. `restart` starts it again whenever it ends."""
-        daemon = Daemon(name, argv, self._logs / f"{name}.log", restart, env)
+        daemon = Daemon(name, argv, self._logs / f"{name}.log", restart)
         daemon.log.parent.mkdir(parents=True, exist_ok=True)
         self._daemons[name] = daemon
         self._spawn(daemon)
@@ -107,7 +104,7 @@ class Init:
             return
         with daemon.log.open("ab") as log:
             daemon.process = subprocess.Popen(
-                daemon.argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=daemon.env, start_new_session=True
+                daemon.argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
             )
         daemon.started_s = time.monotonic()
         daemon.ended.clear()

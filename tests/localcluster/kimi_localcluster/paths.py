@@ -77,7 +77,8 @@ class ClusterPaths:
 
     @property
     def lock(self) -> Path:
-        return cache_dir() / "clusters" / f"{self.name}.lock"
+        """Held while any cluster's files are made or removed; one for all, because a lock file must never go."""
+        return cache_dir() / "clusters" / "lock"
 
     @property
     def logs(self) -> Path:

@@ -50,6 +50,14 @@ def source_files(root: Path) -> list[Path]:
     )
 
 
+def _content(file: Path) -> bytes:
+    """Empty for a file that vanished since it was listed: somebody edits the checkout."""
+    try:
+        return file.read_bytes()
+    except FileNotFoundError:
+        return b""
+
+
 def ensure_pod_environment(progress: Progress) -> PodEnvironment:
     """Build what is missing of the environment for the checkout's present state."""
     root = repository()
