@@ -82,9 +82,9 @@ class Candidate:
     async def run(self) -> None:
         """Stand for election; `leads` is set once elected. Returns only when the lease was lost."""
         settings = self.settings
-        self._lock = PatientLock(
-            settings.lease_name, settings.lease_namespace, self.identity, self.api, settings.lease_retry_s
-        )
+        # A try may take half of the time after which the leader gives up, so that there is always a second one.
+        try_s = max(settings.lease_retry_s, settings.lease_renew_s / 2)
+        self._lock = PatientLock(settings.lease_name, settings.lease_namespace, self.identity, self.api, try_s)
         await LeaderElection(
             Config(
                 self._lock,
