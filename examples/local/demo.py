@@ -1,0 +1,161 @@
+"""`make demo`: from nothing to 57 of 57 needles, on a local cluster or on the one that KUBECONFIG names.
+
+cluster -> Helm install -> kubectl apply -> Ready -> needles through the router, compared with a single process.
+The end-to-end test runs the same functions.
+"""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+from kimi_localcluster.cluster import Cluster, running_clusters
+from kimi_localcluster.errors import CommandError, LocalClusterError
+from kimi_localcluster.kube import Kube, end_process
+from kimi_localcluster.progress import Progress, Step
+from kimi_localcluster.spec import DEFAULT_NAME
+
+ROOT = Path(__file__).resolve().parents[2]
+CHECKPOINT = ROOT / "examples/tiny-k3"
+MANIFESTS = ROOT / "examples/local"
+CHART = ROOT / "charts/kimi-operator"
+BIN = Path(sys.executable).parent
+
+CHECKPOINT_ON_NODES = "/opt/kimi/tiny-k3"
+FOLDERS = {CHECKPOINT: CHECKPOINT_ON_NODES}
+NAMESPACE = "default"
+ROUTER_URL = f"http://k3-router.{NAMESPACE}.svc.cluster.local:8000"
+REFERENCE_PORT = 18100
+READY_TIMEOUT_S = 600.0
+
+NEEDS = f"""KUBECONFIG is set, so that cluster is used. It needs
+  - four schedulable nodes that offer two of the resource amd.com/gpu each
+  - the images that charts/kimi-operator/values.yaml names, pullable from there
+  - this repository's examples/tiny-k3 as {CHECKPOINT_ON_NODES} on each node, readable for uid 65532
+Unset KUBECONFIG to use a local cluster instead."""
+LOOK_AROUND = """The cluster is still up. Look around:
+  .venv/bin/localcluster kubectl get kd,pods -o wide
+  .venv/bin/localcluster kubectl describe kd k3
+  .venv/bin/localcluster exec -- curl -s {url}/v1/models
+  .venv/bin/localcluster kubectl delete pod k3-decode-0-1    # the whole group restarts, once
+  make down                                                  # ends it"""
+
+
+def install(cluster: Kube) -> None:
+    """Install the chart and wait until the operator leads. Needs no rights beyond those of a cluster administrator."""
+    cluster.helm(
+        "upgrade", "--install", "kimi-operator", str(CHART), "--namespace", "kimi-system", "--create-namespace",
+        "--wait", "--timeout", "120s", timeout_s=150,
+    )  # fmt: skip
+
+
+def deploy(cluster: Kube) -> None:
+    cluster.apply(MANIFESTS / "profile.yaml")
+    cluster.apply(MANIFESTS / "2p2d.yaml", namespace=NAMESPACE)
+
+
+def conditions(cluster: Kube) -> dict[str, dict[str, Any]]:
+    status = cluster.get("kimideployment", "k3", namespace=NAMESPACE).get("status", {})
+    return {condition["type"]: condition for condition in status.get("conditions", [])}
+
+
+def wait_ready(cluster: Kube, timeout_s: float = READY_TIMEOUT_S, step: Step | None = None) -> None:
+    """Wait until the deployment is Ready, showing what it says meanwhile. Raises WaitTimeoutError."""
+
+    def is_ready() -> bool:
+        ready = conditions(cluster).get("Ready", {})
+        if step is not None:
+            step.note(f"{ready.get('reason', 'Unknown')}: {ready.get('message', 'not seen by the operator yet')}"[:150])
+        return ready.get("status") == "True"
+
+    cluster.wait_for("KimiDeployment k3 is Ready", is_ready, timeout_s=timeout_s)
+
+
+@contextmanager
+def reference(cluster: Kube) -> Iterator[str]:
+    """Serve the same checkpoint from one process beside the cluster; yields its URL."""
+    argv = [str(BIN / "kimi-worker"), "serve", "--standalone", str(CHECKPOINT), "--port", str(REFERENCE_PORT)]
+    process = cluster.popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    url = f"http://127.0.0.1:{REFERENCE_PORT}"
+    probe = f"import httpx; httpx.get('{url}/ready', timeout=2).raise_for_status()"
+    try:
+
+        def is_ready() -> bool:
+            if process.poll() is not None:
+                raise LocalClusterError(f"the single process ended: {process.stderr.read()[-500:]}")
+            return cluster.exec([sys.executable, "-c", probe], check=False).returncode == 0
+
+        cluster.wait_for("the single process serves", is_ready, timeout_s=120)
+        yield url
+    finally:
+        end_process(process)
+
+
+@contextmanager
+def router(cluster: Kube) -> Iterator[str]:
+    """A URL at which commands run by `cluster.exec` reach the router."""
+    if isinstance(cluster, Cluster):
+        yield ROUTER_URL
+        return
+    forward = cluster.popen(
+        ["kubectl", "port-forward", "--namespace", NAMESPACE, "service/k3-router", "18000:8000"],
+        stdout=subprocess.DEVNULL,
+    )
+    try:
+        cluster.wait_for("the router answers", lambda: httpx.get("http://127.0.0.1:18000/health").is_success)
+        yield "http://127.0.0.1:18000"
+    finally:
+        end_process(forward)
+
+
+def needle(cluster: Kube, url: str, reference_url: str, *options: str) -> int:
+    """Run `kimictl needle` with its output going to the terminal; returns its exit status."""
+    argv = [str(BIN / "kimictl"), "needle", "--url", url, "--reference-url", reference_url, *options]
+    process = cluster.popen(argv)
+    try:
+        return process.wait()
+    finally:
+        end_process(process)
+
+
+def start_cluster(progress: Progress) -> Kube:
+    if kubeconfig := os.environ.get("KUBECONFIG"):
+        progress.say(NEEDS)
+        return Cluster.from_kubeconfig(kubeconfig)
+    if DEFAULT_NAME in running_clusters():
+        progress.say("The local cluster is up already and is used as it is; `make down` first for the present code.")
+        return Cluster.attach()
+    return Cluster.up(folders=FOLDERS, progress=progress)
+
+
+def main() -> int:
+    progress = Progress()
+    began = time.monotonic()
+    cluster = start_cluster(progress)
+    with progress.step("Installing the operator with Helm", expected_s=15):
+        install(cluster)
+    with progress.step("Deploying examples/local/2p2d.yaml", expected_s=40) as step:
+        deploy(cluster)
+        wait_ready(cluster, step=step)
+    with ExitStack() as running:
+        with progress.step("Starting a single process of the same checkpoint to compare with", expected_s=10):
+            reference_url = running.enter_context(reference(cluster))
+            url = running.enter_context(router(cluster))
+        status = needle(cluster, url, reference_url)
+    progress.say(f"\n{time.monotonic() - began:.0f} s in all.")
+    progress.say(LOOK_AROUND.format(url=ROUTER_URL))
+    return status
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except (LocalClusterError, CommandError) as error:
+        sys.exit(f"demo failed: {error}")
+    except KeyboardInterrupt:
+        sys.exit("demo interrupted; `make down` ends what is running")
