@@ -6,6 +6,7 @@ import os
 import sys
 from collections import deque
 from dataclasses import fields
+from pathlib import Path
 from typing import Annotated, Literal
 
 from cyclopts import App, Parameter
@@ -36,6 +37,7 @@ def up(
     device_id: str = "74a1",
     vram: str | None = None,
     image: tuple[str, ...] = DEFAULT_IMAGES,
+    folder: tuple[str, ...] = (),
     timeout: float = START_TIMEOUT_S,
 ) -> None:
     """Start a cluster; builds and installs first what is missing. No effect if the same one runs.
@@ -52,12 +54,17 @@ def up(
         Memory label of that card, such as 192G; by default the card's own.
     image
         Image names under which pods find the project.
+    folder
+        HERE:THERE, a folder of this machine that every node shows at another path; may be repeated.
     timeout
         Seconds until a start counts as failed.
     """
     progress = Progress()
+    pairs = [option.partition(":") for option in folder]
+    folders = {Path(here).resolve(): there for here, _, there in pairs}
     if name in running_clusters():
-        wanted = ClusterSpec(name, nodes, gpus, device_id, vram or default_vram(device_id), image)
+        shown = tuple((str(here), there) for here, there in folders.items())
+        wanted = ClusterSpec(name, nodes, gpus, device_id, vram or default_vram(device_id), image, shown)
         running = Cluster.attach(name).spec
         if running != wanted:
             raise LocalClusterError(
@@ -66,8 +73,9 @@ def up(
         progress.say(f"Cluster {name} is up already.")
         return
     Cluster.up(
-        name, nodes=nodes, gpus=gpus, device_id=device_id, vram=vram, images=image, timeout_s=timeout, progress=progress
-    )
+        name, nodes=nodes, gpus=gpus, device_id=device_id, vram=vram, images=image, folders=folders,
+        timeout_s=timeout, progress=progress,
+    )  # fmt: skip
     option = "" if name == DEFAULT_NAME else f" --name {name}"
     progress.say(f"Cluster {name} is up. Try: localcluster kubectl{option} get nodes")
 

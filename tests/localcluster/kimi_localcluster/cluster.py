@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -64,6 +64,7 @@ class Cluster(Kube):
         device_id: str = "74a1",
         vram: str | None = None,
         images: Sequence[str] = DEFAULT_IMAGES,
+        folders: Mapping[Path, str] | None = None,
         is_tied: bool = False,
         timeout_s: float = START_TIMEOUT_S,
         progress: Progress | None = None,
@@ -73,10 +74,12 @@ class Cluster(Kube):
         nodes       number of nodes, named node0, node1, ...
         gpus        amd.com/gpu of each node, with the labels of the card that device_id (PCI) and vram name
         images      names under which pods find the project's environment
+        folders     folders of this machine that every node shows, read-only, at another path
         is_tied     the cluster ends when this process does, however it does
         Raises LocalClusterError with the failing step, its log and what to do; then nothing is left behind.
         """
-        spec = ClusterSpec(name, nodes, gpus, device_id, vram or default_vram(device_id), tuple(images))
+        shown = tuple((str(here), there) for here, there in (folders or {}).items())
+        spec = ClusterSpec(name, nodes, gpus, device_id, vram or default_vram(device_id), tuple(images), shown)
         progress = progress or Progress()
         check_machine()
         if keeper_process(ClusterPaths(name)) or control_process(ClusterPaths(name)):

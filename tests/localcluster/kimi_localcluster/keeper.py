@@ -45,7 +45,7 @@ class Order:
     @classmethod
     def from_json(cls, text: str) -> Order:
         values = json.loads(text)
-        spec = ClusterSpec(**{**values["spec"], "images": tuple(values["spec"]["images"])})
+        spec = ClusterSpec.from_json(values["spec"])
         pods = PodEnvironment(values["pods"]["path"], tuple(Path(path) for path in values["pods"]["mounts"]))
         return cls(spec, {name: Path(path) for name, path in values["programs"].items()}, pods)
 

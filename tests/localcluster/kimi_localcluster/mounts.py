@@ -19,6 +19,16 @@ def bind(source: Path, target: Path) -> None:
     run(["mount", "--bind", str(source), str(target)])
 
 
+def show_folder(source: Path, target: Path) -> None:
+    """Bind a folder read-only to a path that need not exist, without making it on the machine's own disk."""
+    if not target.exists():
+        # An empty tmpfs over the nearest folder that exists holds the mount point; it hides that folder on the node.
+        mount_tmpfs(next(parent for parent in target.parents if parent.exists()))
+        target.mkdir(parents=True)
+    run(["mount", "--bind", str(source), str(target)])
+    run(["mount", "-o", "remount,bind,ro", str(target)])
+
+
 def bind_resolv_conf(source: Path) -> None:
     """Give this namespace its own /etc/resolv.conf, also where that is a link into an emptied /run."""
     target = Path("/etc/resolv.conf").resolve()

@@ -23,7 +23,7 @@ from kimi_localcluster.cgroups import Cgroups
 from kimi_localcluster.channel import request
 from kimi_localcluster.errors import CommandError, LocalClusterError, tail
 from kimi_localcluster.init import Daemon, Init
-from kimi_localcluster.mounts import bind, bind_resolv_conf, is_overlay, mount_tmpfs
+from kimi_localcluster.mounts import bind, bind_resolv_conf, is_overlay, mount_tmpfs, show_folder
 from kimi_localcluster.paths import ClusterPaths
 from kimi_localcluster.shell import ip_batch, run
 from kimi_localcluster.spec import (
@@ -162,6 +162,8 @@ class NodeInit:
         # Pods' volumes are mounted by the kubelet and must appear in containers that already run.
         run(["mount", "--make-rshared", BINDS["kubelet"]])
         bind_resolv_conf(self._paths.resolv_conf)
+        for here, there in self._spec.folders:
+            show_folder(Path(here), Path(there))
 
     def write_configs(self) -> None:
         Path("/etc/cni/net.d/10-localcluster.conflist").write_text(json.dumps(cni_config(self._index)))

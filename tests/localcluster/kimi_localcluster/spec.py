@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from kimi_localcluster.errors import LocalClusterError
 
@@ -56,6 +58,8 @@ class ClusterSpec:
     device_id: str = "74a1"
     vram: str = "192G"
     images: tuple[str, ...] = DEFAULT_IMAGES
+    folders: tuple[tuple[str, str], ...] = ()
+    """Folders of this machine that every node shows at another path: (here, on the node)."""
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?", self.name):
@@ -70,6 +74,11 @@ class ClusterSpec:
             raise LocalClusterError(f"device-id: got {self.device_id!r}, expected four hex digits such as 74a1")
         if not re.fullmatch(r"[1-9][0-9]*G", self.vram):
             raise LocalClusterError(f"vram: got {self.vram!r}, expected whole GiB as AMD's labeller writes it: 192G")
+        for here, there in self.folders:
+            if not Path(here).is_dir():
+                raise LocalClusterError(f"folder {here!r} for the nodes' {there}: not a folder on this machine")
+            if len(Path(there).parts) < 3 or not Path(there).is_absolute():
+                raise LocalClusterError(f"folder on the nodes {there!r}: expected an absolute path such as /opt/models")
 
     @property
     def node_names(self) -> list[str]:
@@ -80,8 +89,12 @@ class ClusterSpec:
 
     @classmethod
     def read(cls, path: Path) -> ClusterSpec:
-        values = json.loads(path.read_text())
-        return cls(**{**values, "images": tuple(values["images"])})
+        return cls.from_json(json.loads(path.read_text()))
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> ClusterSpec:
+        folders = tuple((here, there) for here, there in values["folders"])
+        return cls(**{**values, "images": tuple(values["images"]), "folders": folders})
 
 
 def node_ip(index: int) -> str:
