@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from kimi_localcluster.cluster import Cluster
 from kimi_localcluster.testing import temporary_namespace
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = {ROOT / "examples/tiny-k3": "/opt/kimi/tiny-k3"}
 
 
 @pytest.fixture(scope="session")
@@ -22,7 +26,7 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
     # A first start builds Kubernetes: its progress must be seen.
     capture = request.config.pluginmanager.getplugin("capturemanager")
     with capture.global_and_fixture_disabled():
-        started = Cluster.up(f"test-{os.getpid()}", is_tied=True)
+        started = Cluster.up(f"test-{os.getpid()}", folders=FOLDERS, is_tied=True)
     with started:
         yield started
 

@@ -1,0 +1,78 @@
+"""The main job from end to end: chart, resource, needles, a killed rank, needles again, deletion, nothing left."""
+
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from kimi_localcluster.cluster import Cluster
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(2400)]
+
+ROOT = Path(__file__).parents[2]
+# Four pods with two ranks each start side by side on this machine's few cores.
+PATIENT_S = 900
+KILL_ONE_RANK = """
+import os, pathlib, signal
+ranks = [p for p in pathlib.Path('/proc').iterdir() if p.name.isdigit() and b'ranks' in (p / 'cmdline').read_bytes()]
+os.kill(max(int(p.name) for p in ranks), signal.SIGKILL)
+"""
+
+
+def load_demo() -> ModuleType:
+    """examples/local/demo.py, which `make demo` runs."""
+    spec = importlib.util.spec_from_file_location("demo", ROOT / "examples/local/demo.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+demo = load_demo()
+
+
+def needles(cluster: Cluster, reference_url: str, *options: str) -> dict[str, Any]:
+    """The report of a needle run, which must be right in every answer, token id and log-probability."""
+    argv = [str(demo.BIN / "kimictl"), "needle", "--url", demo.ROUTER_URL, "--reference-url", reference_url]
+    done = cluster.exec([*argv, "-o", "json", *options], check=False, timeout_s=PATIENT_S)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    report: dict[str, Any] = json.loads(done.stdout)
+    return report
+
+
+def group(cluster: Cluster, role: str) -> dict[str, Any]:
+    (only,) = cluster.get("kimideployment", "k3", namespace="default")["status"][role]["groups"]
+    return dict(only)
+
+
+def children(cluster: Cluster) -> list[str]:
+    kinds = "statefulsets,deployments,services,configmaps,pods,poddisruptionbudgets"
+    found = cluster.get(kinds, namespace="default", selector="kimi-operator.io/deployment=k3")
+    return [f"{one['kind']}/{one['metadata']['name']}" for one in found]
+
+
+def test_one_apply_serves_survives_a_dead_rank_and_leaves_nothing(cluster: Cluster) -> None:
+    demo.install(cluster)
+    demo.deploy(cluster)
+    demo.wait_ready(cluster, timeout_s=PATIENT_S)
+    with demo.reference(cluster) as reference_url:
+        needles(cluster, reference_url)
+        assert group(cluster, "decode")["restarts"] == 0
+
+        cluster.kubectl("exec", "k3-decode-0-1", "--", "python", "-c", KILL_ONE_RANK)
+        cluster.wait_for(
+            "the whole decode group restarts once",
+            lambda: group(cluster, "decode")["restarts"] == 1,
+            timeout_s=PATIENT_S,
+        )
+        demo.wait_ready(cluster, timeout_s=PATIENT_S)
+        needles(cluster, reference_url, "--seed", "2")
+        assert group(cluster, "decode")["restarts"] == 1
+        assert group(cluster, "prefill")["restarts"] == 0
+
+    cluster.kubectl("delete", "kimideployment", "k3", "--namespace", "default")
+    cluster.wait_for("nothing of the deployment is left", lambda: not children(cluster), timeout_s=PATIENT_S)
+    cluster.helm("uninstall", "kimi-operator", "--namespace", "kimi-system", "--wait", timeout_s=PATIENT_S)
