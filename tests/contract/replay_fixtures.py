@@ -71,7 +71,7 @@ def worker_settings(checkpoint: Path, *, role: str, num_lanes: int, max_model_le
             "model": {"checkpoint": str(checkpoint), "served_name": MODEL, "max_model_len": max_model_len},
             "parallel": {"ranks_per_node": num_lanes},
             "limits": {"max_num_seqs": 8, "num_pages": 64, "num_state_slots": 10},
-            "timeouts": {"collective_s": 5.0, "drain_s": 2.0},
+            "timeouts": {"collective_s": 60.0, "drain_s": 2.0},
         }
     )
 

@@ -16,7 +16,7 @@ ASK: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": 
 
 @pytest.fixture
 async def client(pod: Pod, front: str) -> AsyncIterator[AsyncOpenAI]:
-    async with AsyncOpenAI(base_url=f"{front}/v1", api_key="none", max_retries=0, timeout=20) as client:
+    async with AsyncOpenAI(base_url=f"{front}/v1", api_key="none", max_retries=0, timeout=60) as client:
         yield client
 
 

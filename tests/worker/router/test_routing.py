@@ -78,7 +78,18 @@ async def test_a_refusal_is_tried_elsewhere(start_pod: PodFactory, code: str) ->
     assert reply.json()["choices"][0]["text"] == "hi"
     assert (len(full.engine.submits), len(free.engine.submits)) == (1, 1)
     assert f'kimi_router_refusals_total{{code="{code}"}} 1.0' in metrics
-    assert (full.engine.submits[0].prefill != free.engine.submits[0].prefill) == (code == "handoff_failed")
+    # whose fault a queue is, is known; of a handoff's or a drain's two sides both are left alone
+    assert (full.engine.submits[0].prefill == free.engine.submits[0].prefill) == (code == "queue_full")
+
+
+async def test_the_only_decode_lane_is_asked_again_with_another_prefill_lane(start_pod: PodFactory) -> None:
+    prefills, decode = [await start_pod(role="prefill") for _ in range(3)], await start_pod()
+    scripts = iter([Script(refusal=("handoff_failed", True)), Script(refusal=("draining", True)), Script(HI)])
+    decode.play(lambda _: next(scripts))
+    async with routing(router_settings(prefills, [decode])) as url, client(url) as http:
+        reply = await http.post("/v1/completions", json=ASK)
+    assert reply.json()["choices"][0]["text"] == "hi"
+    assert len({submit.prefill for submit in decode.engine.submits}) == 3
 
 
 async def test_a_full_prefill_lane_is_avoided_and_the_decode_lane_kept(start_pod: PodFactory) -> None:

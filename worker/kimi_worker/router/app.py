@@ -15,18 +15,18 @@ from kimi_worker.router.metrics import Metrics
 from kimi_worker.router.pick import explain, pick
 from kimi_worker.router.pool import Pool
 from kimi_worker.router.proxy import Proxy, Route
-from kimi_worker.server.http import add_error_handlers, read_body
+from kimi_worker.server.http import KEEP_ALIVE_S, add_error_handlers, read_body
 from kimi_worker.server.work import unknown_model
 from kimi_worker.settings import Role, RouterSettings
 
 MAX_BODY_BYTES = 2**27
 """The pods know the model and may take less."""
 
-_CONNECT_S = 2.0
+_CONNECT_S = 5.0
 """To a pod in the same cluster; how long an answer takes is the client's choice."""
 
-_KEEP_ALIVE_S = 4.0
-"""Below the pods' own 5 s, so that they do not close a connection just as it is used again."""
+_KEEP_ALIVE_S = KEEP_ALIVE_S / 2
+"""So that a pod never closes a connection just as it is used again."""
 
 
 @dataclass(slots=True)

@@ -16,8 +16,8 @@ from kimi_worker.settings import Role, RouterSettings
 
 log = structlog.get_logger()
 
-_POLL_TIMEOUT_S = 2.0
-_STALE_S = 5.0
+_POLL_TIMEOUT_S = 5.0
+_STALE_S = 15.0
 """A pod that does not answer in time keeps its last state this long; one that refuses connections loses it at once."""
 
 

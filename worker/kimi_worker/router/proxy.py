@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import aiohttp
 import msgspec
@@ -30,7 +30,7 @@ _NOT_PASSED_ON = frozenset(
 """Headers that belong to one connection, and those with which only the router may speak."""
 
 _BLAMES_PREFILL = frozenset({"prefill_full", "prefill_unreachable"})
-_BLAMES_EITHER = frozenset({"handoff_failed", "layout_mismatch"})
+_BLAMES_EITHER = frozenset({"handoff_failed", "layout_mismatch", "draining"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +44,39 @@ class Route:
 
 
 class RefusedError(Exception):
-    """A pod did not answer the request, before any byte of an answer; `answer` is what it said."""
+    """A pair did not answer the request, before any byte of an answer; `answer` is what it said."""
 
-    def __init__(self, code: str, answer: Response, avoid: list[LaneKey]) -> None:
+    def __init__(self, code: str, answer: Response, pair: Pair) -> None:
         super().__init__(code)
         self.code = code
         self.answer = answer
-        self.avoid = avoid
+        self.pair = pair
+
+
+@dataclass(slots=True)
+class Refusals:
+    """Lanes that have failed this request: for sure, or one of the two."""
+
+    sure: set[LaneKey] = field(default_factory=set)
+    decodes: set[LaneKey] = field(default_factory=set)
+    prefills: set[LaneKey] = field(default_factory=set)
+
+    def add(self, refused: RefusedError) -> None:
+        decode, prefill = refused.pair.decode.key, refused.pair.prefill
+        if prefill and refused.code in _BLAMES_PREFILL:
+            self.sure.add(prefill.key)
+        elif prefill and refused.code in _BLAMES_EITHER:
+            self.decodes.add(decode)
+            self.prefills.add(prefill.key)
+        else:
+            self.sure.add(decode)
+
+    def pick(self, decodes: list[LaneView], prefills: list[LaneView]) -> Pair | None:
+        """A pair that has a chance: two other lanes, else at least another partner."""
+        for suspects in (self.decodes | self.prefills, self.prefills, self.decodes):
+            if pair := pick(decodes, prefills, self.sure | suspects):
+                return pair
+        return None
 
 
 class Proxy(Response):
@@ -84,19 +110,20 @@ class Proxy(Response):
                 raise results[0]
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        avoid: set[LaneKey] = set()
-        refused: RefusedError | None = None
+        refusals, refused = Refusals(), None
         for _ in range(self._route.retries + 1):
             decodes, prefills = self._route.pool.lanes(Role.DECODE), self._route.pool.lanes(Role.PREFILL)
-            pair = pick(decodes, prefills, avoid)
+            pair = refusals.pick(decodes, prefills)
             if pair is None:
                 break
             try:
                 await self._try(pair, send)
             except RefusedError as error:
                 refused = error
-                avoid.update(error.avoid)
+                refusals.add(error)
                 self._route.metrics.refusals.labels(error.code).inc()
+                prefill = pair.prefill.key if pair.prefill else None
+                log.info("request_refused", code=error.code, decode=pair.decode.key, prefill=prefill)
                 continue
             return
         answer = refused.answer if refused else error_response(self._nothing_ready(decodes, prefills))
@@ -126,13 +153,16 @@ class Proxy(Response):
                 await self._pass_on(reply, send, trips)
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
             # nothing of an answer has gone out, see _pass_on
-            pod.lose(f"{type(error).__name__}: {error}")
+            log.warning("pod_lost", pod=pod.address, error=repr(error))
+            # one that is only slow to connect may be busy; its /state says whether it lives
+            if not isinstance(error, aiohttp.ServerTimeoutError):
+                pod.lose(f"{type(error).__name__}: {error}")
             answer = error_response(
                 ApiError(
                     503, f"{pod.address} broke the connection", code="pod_lost", is_retryable=True, retry_after_s=1.0
                 )
             )
-            raise RefusedError("pod_lost", answer, [pair.decode.key]) from error
+            raise RefusedError("pod_lost", answer, pair) from error
         finally:
             for trip in trips:
                 trip.end()
@@ -176,7 +206,7 @@ class Proxy(Response):
 
 
 async def _refusal(reply: aiohttp.ClientResponse, pair: Pair) -> RefusedError:
-    """What a pod that cannot take the request says, and which lanes not to ask again."""
+    """What a pod that cannot take the request says."""
     code = reply.headers.get("x-kimi-error", str(reply.status))
     headers = {
         name: reply.headers[name]
@@ -184,7 +214,4 @@ async def _refusal(reply: aiohttp.ClientResponse, pair: Pair) -> RefusedError:
         if name in reply.headers
     }
     answer = Response(await reply.read(), reply.status, headers, "application/json")
-    avoid = [] if code in _BLAMES_PREFILL else [pair.decode.key]
-    if pair.prefill and (code in _BLAMES_PREFILL or code in _BLAMES_EITHER):
-        avoid.append(pair.prefill.key)
-    return RefusedError(code, answer, avoid)
+    return RefusedError(code, answer, pair)

@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse, Response
 from kimi_worker.protocol.engine import LaneState
 from kimi_worker.protocol.openai import ApiError
 from kimi_worker.server.generation import Generation, Tools
-from kimi_worker.server.http import add_error_handlers, read_body
+from kimi_worker.server.http import KEEP_ALIVE_S, add_error_handlers, read_body
 from kimi_worker.server.lanes import Lane, Lanes
 from kimi_worker.server.metrics import Metrics
 from kimi_worker.server.work import Intake, Work, unknown_model
@@ -196,6 +196,7 @@ async def serve(settings: WorkerSettings, identity: PodIdentity) -> None:
         access_log=False,
         log_level="warning",
         server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=int(settings.timeouts.drain_s),
     )
     await uvicorn.Server(config).serve()

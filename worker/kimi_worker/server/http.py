@@ -12,6 +12,9 @@ from kimi_worker.protocol.openai import ApiError
 
 log = structlog.get_logger()
 
+KEEP_ALIVE_S = 60
+"""How long a pod keeps an idle connection of the router."""
+
 
 def error_response(error: ApiError) -> Response:
     return Response(msgspec.json.encode(error.body()), error.status, error.headers(), "application/json")
