@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from kimi_localcluster import binaries, podenv
+from kimi_localcluster import binaries, machine, packages, podenv
 from kimi_localcluster.cgroups import Cgroups
 from kimi_localcluster.errors import CommandError, LocalClusterError
 from kimi_localcluster.images import Image, write_images
@@ -35,6 +35,8 @@ from rich.console import Console
         ({"gpus_per_node": -1}, "gpus: got -1"),
         ({"device_id": "MI300X"}, "device-id: got 'MI300X'"),
         ({"vram": "192Gi"}, "vram: got '192Gi'"),
+        ({"folders": (("/nowhere", "/mnt/x"),)}, "'/nowhere' for the nodes' /mnt/x: not a folder"),
+        ({"folders": (("/usr", "x/y/z"),)}, "expected an absolute path"),
     ],
 )
 def test_impossible_values_are_refused(values: dict[str, object], complaint: str) -> None:
@@ -43,7 +45,7 @@ def test_impossible_values_are_refused(values: dict[str, object], complaint: str
 
 
 def test_spec_survives_its_file(tmp_path: Path) -> None:
-    spec = ClusterSpec("a", 2, 4, "74a5", "256G", ("x:1", "y:2"))
+    spec = ClusterSpec("a", 2, 4, "74a5", "256G", ("x:1", "y:2"), (("/usr", "/mnt/usr"),))
     spec.write(tmp_path / "spec")
     assert ClusterSpec.read(tmp_path / "spec") == spec
 
@@ -300,3 +302,17 @@ def test_command_that_hangs_is_ended_with_its_children(tmp_path: Path) -> None:
     while Path(f"/proc/{child}").exists() and "Z" not in Path(f"/proc/{child}/stat").read_text().split()[2]:
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def test_missing_packages_are_named_where_they_cannot_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packages, "PROOFS", {"the-package": "the-program", "coreutils": "ls", "base": "/etc/passwd"})
+    monkeypatch.setattr(packages.os, "geteuid", lambda: 1000)
+    assert packages.missing_packages() == ["the-package"]
+    with pytest.raises(LocalClusterError, match=r"missing: the-program; install .* the-package"):
+        packages.ensure_packages(Progress(Console(file=io.StringIO())))
+
+
+def test_only_root_may_start_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine.os, "geteuid", lambda: 1000)
+    with pytest.raises(LocalClusterError, match="needs root"):
+        machine.check_machine()

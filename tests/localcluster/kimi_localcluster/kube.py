@@ -103,7 +103,7 @@ class Kube(ABC):
             return self.kubectl(*args, str(manifest), timeout_s=timeout_s + 10)
         return self.kubectl(*args, "-", stdin=_to_yaml(manifest), timeout_s=timeout_s + 10)
 
-    def wait(self, resource: str, condition: str, *, namespace: str | None = None, timeout_s: float = 60) -> None:
+    def wait(self, resource: str, condition: str, *, namespace: str | None = None, timeout_s: float = 120) -> None:
         """`kubectl wait`: for example wait("pod/a", "condition=Ready") or wait("pod/a", "delete")."""
         args = ["wait", resource, f"--for={condition}", f"--timeout={timeout_s:g}s", *_namespace(namespace)]
         try:
@@ -115,7 +115,7 @@ class Kube(ABC):
                 f"{resource}: {condition} not seen within {timeout_s:g} s: {error.output}"
             ) from error
 
-    def wait_for(self, what: str, probe: Callable[[], T | None], *, timeout_s: float = 60) -> T:
+    def wait_for(self, what: str, probe: Callable[[], T | None], *, timeout_s: float = 120) -> T:
         """Call `probe` until it returns something true, and return that.
 
         A CommandError inside the probe counts as "not yet". Raises WaitTimeoutError that says `what` was awaited and

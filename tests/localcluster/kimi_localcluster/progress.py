@@ -49,7 +49,7 @@ class Progress:
         self._console = console or Console(stderr=True, highlight=False)
 
     def say(self, text: str) -> None:
-        self._console.print(text, markup=False)
+        self._console.print(text, markup=False, soft_wrap=True)
 
     @contextmanager
     def step(self, title: str, *, expected_s: float | None = None) -> Iterator[Step]:
@@ -66,7 +66,7 @@ class Progress:
         finally:
             finished.set()
             ticker.join()
-            self._console.print(f"{step.title}: {mark} in {format_seconds(step.elapsed_s)}")
+            self._console.print(f"{step.title}: {mark} in {format_seconds(step.elapsed_s)}", soft_wrap=True)
 
     def _show_live(self, step: Step, finished: threading.Event) -> None:
         with self._console.status(step.line()) as status:
@@ -77,12 +77,12 @@ class Progress:
         """Dots, and now and then a line with the time, because a log cannot be rewritten."""
         if finished.wait(TICK_S):
             return
-        self._console.print(step.line(), end=" ", markup=False)
+        self._console.print(step.line(), end=" ", markup=False, soft_wrap=True)
         next_note_s = step.elapsed_s + SECONDS_PER_NOTE
         while not finished.wait(TICK_S):
             if step.elapsed_s < next_note_s:
                 self._console.print(".", end="", markup=False)
             else:
-                self._console.print(f"\n{step.line()}", end=" ", markup=False)
+                self._console.print(f"\n{step.line()}", end=" ", markup=False, soft_wrap=True)
                 next_note_s = step.elapsed_s + SECONDS_PER_NOTE
         self._console.print("")
