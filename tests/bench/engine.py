@@ -1,6 +1,6 @@
 """Start-up, prefill tokens/s, decode step time and tokens/s of the tiny model in one process on this machine.
 
-usage: engine.py [--json FILE]
+usage: engine.py [--output FILE]
 """
 
 import argparse
@@ -64,7 +64,7 @@ async def measure() -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     argv = [Path(sys.executable).parent / "kimi-worker", "serve", "--standalone", CHECKPOINT, "--port", str(PORT)]
     process = subprocess.Popen(list(map(str, argv)), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -75,8 +75,8 @@ def main() -> None:
         process.wait(timeout=60)
     for name, value in figures.items():
         print(f"{name:32s} {value:10.2f}")
-    if arguments.json:
-        arguments.json.write_text(json.dumps(figures, indent=1))
+    if arguments.output:
+        arguments.output.write_text(json.dumps(figures, indent=1))
 
 
 if __name__ == "__main__":
