@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import gc
 import json
+import signal
 import sys
 import tempfile
 from collections.abc import Callable
@@ -45,6 +46,8 @@ def serve(*, settings: SettingsFile = None, standalone: Path | None = None, port
     port
         Port of the API, with --standalone.
     """
+    # Process 1 of a container ignores what it does not handle, and a pod may be deleted before it has started anything.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     configure_logs("supervisor")
     if standalone is None:
         return _serve_pod(settings or settings_path(), pod_identity)

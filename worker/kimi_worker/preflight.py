@@ -7,6 +7,8 @@ from kimi_worker.model.config import ConfigError
 from kimi_worker.parallel.ranks import ParallelError, place
 from kimi_worker.settings import PodIdentity, SettingsError, WorkerSettings
 
+MAX_RUN_DIR_CHARS = 80
+"""A Unix socket's path has at most 107 characters."""
 PREFLIGHT_ERRORS = (CheckpointError, ConfigError, ParallelError, SettingsError)
 """What `check_pod` raises; each message says what to do."""
 
@@ -24,6 +26,11 @@ class Findings:
 
 def check_pod(settings: WorkerSettings, identity: PodIdentity) -> Findings:
     """Check everything that can be known without reading a weight. Raises one of PREFLIGHT_ERRORS."""
+    if len(str(identity.run_dir)) > MAX_RUN_DIR_CHARS:
+        raise SettingsError(
+            f"environment KIMI_RUN_DIR: {identity.run_dir} has {len(str(identity.run_dir))} characters; at most "
+            f"{MAX_RUN_DIR_CHARS} leave room for the names of sockets"
+        )
     checkpoint = check_checkpoint(settings.model.checkpoint)
     _check_sizes(settings, checkpoint)
     where = place(settings.parallel, identity.ordinal, 0)

@@ -209,6 +209,10 @@ def run_pod(settings: WorkerSettings, identity: PodIdentity, settings_path: Path
         log.error("pod_failed", error=str(error))
         leave_message(identity, str(error))
         return 1
+    except Exception as error:
+        # The edge of the process: a bug of ours must be as visible as a dead rank.
+        leave_message(identity, f"supervisor: {type(error).__name__}: {error}")
+        raise
     log.info("pod_ended")
     return 0
 

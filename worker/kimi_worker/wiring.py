@@ -23,6 +23,7 @@ from kimi_worker.handoff.transport import Region, Transport
 from kimi_worker.parallel.groups import Groups, Rendezvous, connect, device_of
 from kimi_worker.parallel.ranks import place
 from kimi_worker.protocol.engine import LaneState
+from kimi_worker.protocol.step import SequenceStep, StepPlan
 from kimi_worker.scheduler.lane import LaneScheduler
 from kimi_worker.settings import PodIdentity, Role, WorkerSettings
 
@@ -61,6 +62,8 @@ def build_rank(settings: WorkerSettings, identity: PodIdentity, local: int) -> L
         slots_bytes=runner.memory.slots_bytes,
         seconds=round(time.monotonic() - begun, 3),
     )
+    _warm_up(settings, runner)
+    log.info("rank_warm", rank=where.rank, seconds=round(time.monotonic() - begun, 3))
     port = _port(settings, identity, runner, groups) if settings.role is not Role.BOTH else None
     parts = Parts(settings, identity, groups, runner, port, new_context())
     rank = _leader(parts) if where.is_leader else _follower(parts)
@@ -68,6 +71,20 @@ def build_rank(settings: WorkerSettings, identity: PodIdentity, local: int) -> L
     gc.collect()
     gc.freeze()
     return rank
+
+
+def _warm_up(settings: WorkerSettings, runner: Runner) -> None:
+    """Run the largest chunk and a decode, all ranks together: what is compiled or allocated late is so before Ready.
+
+    Nobody owns memory yet; the first owner of slot 0 finds it zeroed by its first step or written whole.
+    """
+    limits = settings.limits
+    num_tokens = min(limits.max_num_batched_tokens, settings.model.max_model_len - 1)
+    pages = list(range(-(-(num_tokens + 1) // limits.page_size_tokens)))
+    chunk = SequenceStep([0] * num_tokens, 0, pages[: -(-num_tokens // limits.page_size_tokens)], 0, sample=True)
+    decode = SequenceStep([0], num_tokens, pages, 0, sample=True)
+    for step, sequence in enumerate((chunk, decode)):
+        runner.execute(StepPlan(step, [sequence]))
 
 
 def _rendezvous(settings: WorkerSettings, identity: PodIdentity) -> Rendezvous:

@@ -9,6 +9,7 @@ computed anew later.
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from kimi_worker.protocol.step import SequenceStep, StepPlan
 from kimi_worker.scheduler.memory import LaneMemory
@@ -291,11 +292,14 @@ def plan_of(step: int, shares: Sequence[Share], page_size_tokens: int) -> StepPl
         request = share.request
         assert request.memory is not None
         end = request.num_computed + share.num_tokens
+        pages = request.memory.pages
+        num_pages = -(-end // page_size_tokens)
         sequences.append(
             SequenceStep(
                 token_ids=request.token_ids[request.num_computed : end],
                 num_cached=request.num_computed,
-                page_ids=list(request.memory.pages[: -(-end // page_size_tokens)]),
+                # Not copied where all are wanted: a long sequence has thousands. The plan is gone before they change.
+                page_ids=cast("list[int]", pages if len(pages) == num_pages else pages[:num_pages]),
                 slot=request.memory.slot.index,
                 sample=share.sample,
             )
