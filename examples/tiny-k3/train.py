@@ -24,7 +24,7 @@ WARMUP_STEPS = 100
 ROUTER_BIAS_STEP = 1e-3
 ENDING_WEIGHT = 0.1
 """Share of the loss on the tokens that end an answer; they are learnt in a few steps and then cost nothing."""
-FIRST_DIGIT_WEIGHT = 3.0
+KEYED_DIGIT_WEIGHT = 3.0
 SAVE_EVERY = 100
 
 
@@ -41,14 +41,47 @@ PHASES = (
     # Values of one digit, told many times: the densest form of the task. A long value can be continued from its own
     # digits, and with those at hand from the start the look-up by key is not learnt.
     Phase(0, (Mixture(128, 4, 8, 0, digits=1),), 2560),
-    Phase(200, (Mixture(128, 3, 5, 0), Mixture(160, 3, 1, 2)), 2560),
-    Phase(400, (Mixture(160, 3, 1, 2), Mixture(256, 4, 2, 2), Mixture(320, 6, 2, 3)), 2560),
-    Phase(900, (Mixture(256, 6, 0, 2), Mixture(320, 6, 2, 3), Mixture(512, 8, 0, 4), Mixture(512, 4, 0, 4)), 4096),
+    # Then one digit more at a time with all digits before it shared, so that the key must reach each digit.
+    Phase(200, (Mixture(144, 4, 8, 0, digits=2, shared=1),), 2560),
+    Phase(
+        350,
+        (
+            Mixture(160, 4, 8, 0, digits=3, shared=2),
+            Mixture(176, 4, 8, 0, digits=4, shared=3),
+            Mixture(192, 4, 8, 0, digits=5, shared=4),
+            Mixture(192, 4, 8, 0, digits=6, shared=5),
+            Mixture(192, 4, 8, 0, digits=6, shared=1),
+        ),
+        2560,
+    ),
+    # The key must be carried from a question through the chat template to the answer.
+    Phase(
+        600,
+        (
+            Mixture(160, 3, 1, 2),
+            Mixture(192, 3, 2, 2, shared=1),
+            Mixture(256, 4, 2, 3, shared=2),
+            Mixture(256, 6, 0, 2, shared=3),
+            Mixture(320, 6, 2, 3, shared=4),
+        ),
+        2560,
+    ),
+    Phase(
+        1100,
+        (
+            Mixture(256, 6, 0, 2, shared=1),
+            Mixture(320, 6, 0, 4),
+            Mixture(512, 8, 0, 6),
+            Mixture(512, 4, 0, 3, shared=3),
+            Mixture(1024, 8, 0, 8),
+        ),
+        4096,
+    ),
 )
-NUM_STEPS = 2000
-DECAY_STEPS = 800
+NUM_STEPS = 2200
+DECAY_STEPS = 900
 """The rate is constant until so many steps before the end, then falls to zero in a straight line."""
-ROUNDING_STEPS = 400
+ROUNDING_STEPS = 500
 """In so many last steps the experts are rounded to MXFP4 in the forward pass."""
 
 
@@ -65,21 +98,21 @@ def draw(step: int, seed: int) -> Batch:
 
 
 def losses(model: TinyK3, batch: Batch) -> dict[str, Tensor]:
-    """Mean loss on answer digits and on endings (0 without any), shares of digits and of first digits that are right.
+    """Mean loss on answer digits and on endings (0 without any), shares of digits and of keyed digits that are right.
 
-    A first digit counts FIRST_DIGIT_WEIGHT times: it alone needs the key.
+    A keyed digit counts KEYED_DIGIT_WEIGHT times: it alone needs the key.
     """
     rows = model(batch.tokens[:, :-1])
     targets = batch.tokens[:, 1:]
-    known, first, ending = (mask[:, 1:] for mask in (batch.answer, batch.first, batch.ending))
+    known, keyed, ending = (mask[:, 1:] for mask in (batch.answer, batch.keyed, batch.ending))
     logits = model.lm_head(rows[known])
-    weight = torch.where(first[known], FIRST_DIGIT_WEIGHT, 1.0)
+    weight = torch.where(keyed[known], KEYED_DIGIT_WEIGHT, 1.0)
     digits = (functional.cross_entropy(logits, targets[known], reduction="none") * weight).sum() / weight.sum()
     right = (logits.argmax(-1) == targets[known]).float()
     endings = digits.new_zeros(())
     if ending.any():
         endings = functional.cross_entropy(model.lm_head(rows[ending]), targets[ending])
-    return {"digits": digits, "endings": endings, "right": right.mean(), "first": right[first[known]].mean()}
+    return {"digits": digits, "endings": endings, "right": right.mean(), "keyed": right[keyed[known]].mean()}
 
 
 def balance_routers(model: TinyK3) -> None:
@@ -150,7 +183,10 @@ def train_step(
     optimizer.step()
     balance_routers(model)
     values = {name: value.item() for name, value in parts.items()} | {"norm": norm.item(), "rate": rate}
-    return {name: round(value, 5) for name, value in values.items()} | {"tokens": batch.tokens.shape[1]}
+    return {name: round(value, 5) for name, value in values.items()} | {
+        "tokens": batch.tokens.shape[1],
+        "mixture": step % 5,
+    }
 
 
 def main() -> None:

@@ -39,6 +39,8 @@ class Mixture:
     turns: int
     """Questions with answers; 0 leaves the conversation within the first user message."""
     digits: int = NUM_DIGITS
+    shared: int = 0
+    """First digits that all values of a sequence have in common, so that only the key tells the next one."""
 
     @property
     def needle_tokens(self) -> int:
@@ -64,8 +66,8 @@ class Batch:
     """[B, T] int64."""
     answer: Tensor
     """[B, T] bool: digits that can be known from what stands before them (answers, and needles told again)."""
-    first: Tensor
-    """[B, T] bool: the first of each such run of digits."""
+    keyed: Tensor
+    """[B, T] bool: in each such run the first digit that is not shared: only the key tells it."""
     ending: Tensor
     """[B, T] bool: the tokens that end an answer."""
 
@@ -92,8 +94,8 @@ def make_batch(mixture: Mixture, num_sequences: int, generator: torch.Generator)
         known[:, -mixture.digits - len(END_OF_ANSWER) : -len(END_OF_ANSWER)] = True
         answer.append(known)
     mask = torch.cat(answer, 1)
-    first = mask & ~mask.roll(1, 1)
-    return Batch(torch.cat(pieces, 1), mask, first, _endings(mixture, num_sequences))
+    keyed = (mask & ~mask.roll(1, 1)).roll(mixture.shared, 1)
+    return Batch(torch.cat(pieces, 1), mask, keyed, _endings(mixture, num_sequences))
 
 
 def _const(ids: list[int], num_sequences: int) -> Tensor:
@@ -107,6 +109,7 @@ def _draw_needles(mixture: Mixture, num_sequences: int, generator: torch.Generat
     first = words[:, torch.arange(num_needles) // 2]
     keys = torch.stack([first, words[:, num_needles:]], -1) + FIRST_WORD_ID
     digits = torch.randint(10, (num_sequences, num_needles, mixture.digits), generator=generator) + FIRST_DIGIT_ID
+    digits[..., : mixture.shared] = digits[:, :1, : mixture.shared]
     return keys, digits
 
 
