@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import structlog
 
-from kimi_operator.actor import Actor
+from kimi_operator.actor import Actor, NameConflict
 from kimi_operator.api.conditions import Reason
 from kimi_operator.api.deployment import Role
 from kimi_operator.api.status import GroupState, MeasuredPools
@@ -78,6 +78,8 @@ class Reconciler:
         refused = None
         try:
             await self.actor.act(document, step.rendered, step.decisions, step.seen)
+        except NameConflict as error:
+            refused = Refusal(Reason.NAME_CONFLICT, str(error))
         except InvalidSpec as error:
             # What the API server refuses is told to the user, who alone can mend it.
             refused = Refusal(Reason.APPLY_REFUSED, str(error))

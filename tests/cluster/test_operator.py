@@ -1,0 +1,364 @@
+"""The operator as it is shipped: installed by its chart into a real cluster, running there as a pod.
+
+Most deployments here name a checkpoint folder that does not exist: their pods are scheduled and wait for the volume,
+which costs nothing and is a failure that must be told exactly.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from kimi_localcluster.cluster import Cluster
+from kimi_localcluster.errors import CommandError
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+
+ROOT = Path(__file__).parents[2]
+SYSTEM = "kimi-system"
+RELEASE = "kimi-operator"
+ACCOUNT = f"system:serviceaccount:{SYSTEM}:{RELEASE}"
+WRITES = ("create", "update", "patch", "delete", "deletecollection")
+REST_S = 20
+# The machine that runs this also runs all nodes, and everything else.
+PATIENT_S = 240
+PATIENT_LEASE = {"leaseDurationSeconds": 40, "renewDeadlineSeconds": 30, "retryPeriodSeconds": 3}
+
+Document = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def operator(cluster: Cluster) -> Iterator[Cluster]:
+    """The cluster with the chart installed and two replicas ready; KIMI_TEST_RELEASE=1 uses one that is there."""
+    if not os.environ.get("KIMI_TEST_RELEASE"):
+        chart = str(ROOT / "charts" / "kimi-operator")
+        lease = ",".join(f"leaderElection.{name}={seconds}" for name, seconds in PATIENT_LEASE.items())
+        cluster.helm("install", RELEASE, chart, "--namespace", SYSTEM, "--create-namespace", "--set", lease)
+    cluster.wait(f"deployment/{RELEASE}", "condition=Available", namespace=SYSTEM, timeout_s=PATIENT_S)
+    cluster.apply(ROOT / "examples" / "local" / "profile.yaml")
+    yield cluster
+    if not os.environ.get("KIMI_TEST_RELEASE"):
+        cluster.helm("uninstall", RELEASE, "--namespace", SYSTEM, "--wait", timeout_s=PATIENT_S)
+
+
+def deployment(checkpoint: str = "/nowhere/checkpoint", **spec: Any) -> Document:
+    """The example for a local cluster, with another checkpoint folder."""
+    document: Document = yaml.safe_load((ROOT / "examples" / "local" / "2p2d.yaml").read_text())
+    document["spec"]["model"]["checkpoint"]["hostPath"]["path"] = checkpoint
+    document["spec"] |= spec
+    return document
+
+
+def conditions(cluster: Cluster, namespace: str) -> dict[str, Document]:
+    status = cluster.get("kimideployment", "k3", namespace=namespace).get("status", {})
+    return {one["type"]: one for one in status.get("conditions", ())}
+
+
+def wait_for_condition(cluster: Cluster, namespace: str, kind: str, status: str, reason: str) -> Document:
+    def probe() -> Document | None:
+        found = conditions(cluster, namespace).get(kind, {})
+        return found if (found.get("status"), found.get("reason")) == (status, reason) else None
+
+    return cluster.wait_for(f"{kind} {status} {reason} in {namespace}", probe, timeout_s=PATIENT_S)
+
+
+def stateful_sets(cluster: Cluster, namespace: str) -> dict[str, Document]:
+    return {one["metadata"]["name"]: one for one in cluster.get("statefulsets", namespace=namespace)}
+
+
+def generation(stateful_set: Document) -> int:
+    return int(stateful_set["spec"]["template"]["metadata"]["labels"]["kimi-operator.io/generation"])
+
+
+def holder(cluster: Cluster) -> str:
+    lease = cluster.find("lease", RELEASE, namespace=SYSTEM)
+    return str(lease["spec"].get("holderIdentity", "")) if lease else ""
+
+
+@pytest.fixture
+def waiting(operator: Cluster, namespace: str) -> Document:
+    """A deployment whose pods wait for a checkpoint that is not there."""
+    operator.apply(deployment(), namespace=namespace)
+    wait_for_condition(operator, namespace, "WeightsReady", "False", "WeightsMissing")
+    found: Document = operator.get("kimideployment", "k3", namespace=namespace)
+    return found
+
+
+def test_a_deployment_becomes_children_and_a_status(operator: Cluster, namespace: str, waiting: Document) -> None:
+    found = stateful_sets(operator, namespace)
+    assert set(found) == {"k3-prefill-0", "k3-decode-0"}
+    for name in ("k3-prefill", "k3-decode", "k3-router"):
+        assert operator.find("service", name, namespace=namespace), name
+    assert operator.find("deployment", "k3-router", namespace=namespace)
+    reference = found["k3-decode-0"]["metadata"]["ownerReferences"][0]
+    assert (reference["uid"], reference["controller"]) == (waiting["metadata"]["uid"], True)
+    assert len(operator.get("pods", namespace=namespace, selector="kimi-operator.io/role=decode")) == 2
+
+    message = conditions(operator, namespace)["WeightsReady"]["message"]
+    assert "/nowhere/checkpoint is not a directory" in message
+    status = waiting["status"]
+    assert status["plan"]["decode"]["numPages"] > 0
+    assert sum(line["bytes"] for line in status["plan"]["decode"]["lines"]) == 64 * 2**20
+    assert status["observedGeneration"] == waiting["metadata"]["generation"]
+    assert not waiting["metadata"].get("finalizers")
+    assert not any("kopf" in name for name in waiting["metadata"].get("annotations", {}))
+    events = operator.get("events", namespace=namespace)
+    told = [one for one in events if one["involvedObject"]["kind"] == "KimiDeployment"]
+    assert [one["reason"] for one in told].count("WeightsMissing") == 1
+
+
+def test_at_rest_the_operator_writes_nothing(operator: Cluster, namespace: str, waiting: Document) -> None:
+    """Counted in the API server's own audit log."""
+    log = operator.logs("audit")
+    settled = operator.wait_for("a status that stands still", still(operator, namespace), timeout_s=PATIENT_S)
+    start = log.stat().st_size
+    end = time.monotonic() + REST_S
+    operator.wait_for("the end of the watch", lambda: time.monotonic() > end, timeout_s=REST_S + 30)
+    with log.open() as file:
+        file.seek(start)
+        entries = [json.loads(line) for line in file if line.endswith("\n")]
+    own = [one for one in entries if one["user"].get("username") == ACCOUNT]
+    assert own, "the operator's lease renewals must be in the log, or it is not the log"
+    writes = Counter((one["verb"], one["objectRef"]["resource"]) for one in own if one["verb"] in WRITES)
+    writes.pop(("update", "leases"), None)
+    assert not writes
+    assert operator.get("kimideployment", "k3", namespace=namespace)["metadata"]["resourceVersion"] == settled
+
+
+def still(cluster: Cluster, namespace: str) -> Callable[[], str | None]:
+    """A probe for a resource version that has not changed for five seconds."""
+    seen: dict[str, float] = {}
+
+    def probe() -> str | None:
+        version = str(cluster.get("kimideployment", "k3", namespace=namespace)["metadata"]["resourceVersion"])
+        since = seen.setdefault(version, time.monotonic())
+        return version if time.monotonic() - since > 5 else None
+
+    return probe
+
+
+def test_what_others_change_is_put_back(operator: Cluster, namespace: str, waiting: Document) -> None:
+    operator.kubectl("scale", "statefulset/k3-decode-0", "--replicas=1", "-n", namespace)
+    operator.kubectl("delete", "service/k3-prefill", "-n", namespace)
+    operator.kubectl("label", "statefulset/k3-prefill-0", "-n", namespace, "team=blue")
+    operator.wait_for(
+        "two replicas", lambda: stateful_sets(operator, namespace)["k3-decode-0"]["spec"]["replicas"] == 2
+    )
+    operator.wait_for("the service", lambda: operator.find("service", "k3-prefill", namespace=namespace))
+    assert stateful_sets(operator, namespace)["k3-prefill-0"]["metadata"]["labels"]["team"] == "blue"
+
+
+def test_deletion_removes_everything_with_the_operator_down(
+    operator: Cluster, namespace: str, waiting: Document
+) -> None:
+    operator.kubectl("scale", f"deployment/{RELEASE}", "--replicas=0", "-n", SYSTEM)
+    operator.wait_for("no operator", lambda: not operator.get("pods", namespace=SYSTEM), timeout_s=PATIENT_S)
+    try:
+        operator.kubectl("delete", "kimideployment/k3", "-n", namespace, timeout_s=PATIENT_S)
+        kinds = "statefulsets,deployments,services,configmaps,pods,poddisruptionbudgets,replicasets"
+
+        def left() -> list[str]:
+            found = operator.get(kinds, namespace=namespace, selector="kimi-operator.io/deployment=k3")
+            return [f"{one['kind']}/{one['metadata']['name']}" for one in found]
+
+        operator.wait_for("nothing left", lambda: not left(), timeout_s=PATIENT_S)
+    finally:
+        operator.kubectl("scale", f"deployment/{RELEASE}", "--replicas=2", "-n", SYSTEM)
+        operator.wait(f"deployment/{RELEASE}", "condition=Available", namespace=SYSTEM, timeout_s=PATIENT_S)
+
+
+def test_a_broken_worker_restarts_its_whole_group_and_a_new_spec_heals_it(
+    operator: Cluster, namespace: str, tmp_path: Path
+) -> None:
+    """An empty folder mounts, and the worker's last words name the file that it missed."""
+    tmp_path.chmod(0o755)
+    operator.apply(deployment(str(tmp_path)), namespace=namespace)
+    message = wait_for_condition(operator, namespace, "WeightsReady", "False", "WeightsMissing")["message"]
+    assert "/models/checkpoint/config.json" in message
+
+    def restarted() -> Document | None:
+        status = operator.get("kimideployment", "k3", namespace=namespace)["status"]
+        group = status["decode"]["groups"][0]
+        return group if group["restarts"] >= 1 and group["generation"] >= 2 else None
+
+    group = operator.wait_for("a restart of decode", restarted, timeout_s=PATIENT_S)
+    assert "config.json" in group["lastFailure"]["message"]
+    assert group["generation"] == group["restarts"] + 1
+
+    before = stateful_sets(operator, namespace)["k3-decode-0"]
+    operator.apply(deployment("/nowhere/else"), namespace=namespace)
+
+    def moved() -> bool:
+        now = stateful_sets(operator, namespace)["k3-decode-0"]
+        pods = operator.get("pods", namespace=namespace, selector="kimi-operator.io/role=decode")
+        labels = [one["metadata"]["labels"] for one in pods]
+        wanted = now["spec"]["template"]["metadata"]["labels"]["kimi-operator.io/revision"]
+        return (
+            generation(now) > generation(before)
+            and len(labels) == 2
+            and {one["kimi-operator.io/revision"] for one in labels} == {wanted}
+            and wanted != before["spec"]["template"]["metadata"]["labels"]["kimi-operator.io/revision"]
+        )
+
+    operator.wait_for("both decode pods at the new revision", moved, timeout_s=PATIENT_S)
+    annotations = stateful_sets(operator, namespace)["k3-decode-0"]["metadata"]["annotations"]
+    assert annotations["kimi-operator.io/restarts-in-a-row"] == "0"
+
+
+def test_a_shortage_of_nodes_is_counted(operator: Cluster, namespace: str) -> None:
+    spec = deployment()["spec"]
+    operator.apply(deployment(decode=spec["decode"] | {"groups": 2}), namespace=namespace)
+    found = wait_for_condition(operator, namespace, "CapacityAvailable", "False", "InsufficientCapacity")
+    assert found["message"].startswith("needs 6 nodes x 2 amd.com/gpu, 4 free; k3-")
+    assert "0/4 nodes are available" in found["message"]
+
+
+def test_suspension_ends_all_pods_and_keeps_the_rest(operator: Cluster, namespace: str, waiting: Document) -> None:
+    operator.apply(deployment(suspend=True), namespace=namespace)
+    operator.wait_for("no pods", lambda: not operator.get("pods", namespace=namespace), timeout_s=PATIENT_S)
+    assert {one["spec"]["replicas"] for one in stateful_sets(operator, namespace).values()} == {0}
+    wait_for_condition(operator, namespace, "Ready", "False", "Suspended")
+    operator.apply(deployment(suspend=False), namespace=namespace)
+
+    def resumed() -> bool:
+        return len(operator.get("pods", namespace=namespace, selector="kimi-operator.io/role=decode")) == 2
+
+    operator.wait_for("pods again", resumed, timeout_s=PATIENT_S)
+    status = operator.get("kimideployment", "k3", namespace=namespace)["status"]
+    assert status["decode"]["groups"][0]["restarts"] == 0
+
+
+def test_what_belongs_to_others_is_left_alone(operator: Cluster, namespace: str) -> None:
+    ports = {"ports": [{"port": 80}]}
+    theirs = {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "k3-router"}, "spec": ports}
+    operator.apply(theirs, namespace=namespace)
+    operator.apply(deployment(), namespace=namespace)
+    message = wait_for_condition(operator, namespace, "Stalled", "True", "NameConflict")["message"]
+    assert f"Service {namespace}/k3-router" in message
+    service = operator.get("service", "k3-router", namespace=namespace)
+    assert [port["port"] for port in service["spec"]["ports"]] == [80]
+    assert not service["metadata"].get("ownerReferences")
+
+
+REFUSALS = {
+    "ProfileUnknown": ({"hardware": {"profile": "mi999"}}, ["spec.hardware.profile", "mi999", "local-cpu", "mi300x"]),
+    "DoesNotFit": ({"hardware": {"profile": "mi300x"}, "model": {
+        "architecture": "kimi-k3", "checkpoint": {"hostPath": {"path": "/nowhere"}}}}, ["spec."]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("reason", "case"), REFUSALS.items(), ids=REFUSALS.keys())
+def test_a_spec_that_cannot_work_is_refused_in_status(
+    operator: Cluster, namespace: str, reason: str, case: tuple[Document, list[str]]
+) -> None:
+    change, words = case
+    operator.apply(deployment(**change), namespace=namespace)
+    message = wait_for_condition(operator, namespace, "PlanResolved", "False", reason)["message"]
+    for word in words:
+        assert word in message
+    assert conditions(operator, namespace)["Stalled"]["status"] == "True"
+    assert not stateful_sets(operator, namespace)
+
+
+def set_path(document: Document, path: str, value: object) -> Document:
+    changed = copy.deepcopy(document)
+    *parents, last = path.split(".")
+    place = changed
+    for name in parents:
+        place = place[name]
+    place[last] = value
+    return changed
+
+
+REJECTIONS = {
+    "no source": ("spec.model.checkpoint", {}, "exactly one"),
+    "two sources": (
+        "spec.model.checkpoint",
+        {"hostPath": {"path": "/a"}, "persistentVolumeClaim": {"claimName": "b"}},
+        "exactly one",
+    ),
+    "tensor parallel": ("spec.decode.tensorParallel", 3, "tensorParallel"),
+    "unknown field": ("spec.decode.replicas", 2, "spec.decode.replicas: field not declared"),
+    "wrong type": ("spec.decode.groups", "two", "spec.decode.groups"),
+    "no groups": ("spec.decode.groups", 0, "spec.decode.groups"),
+    "relative path": ("spec.model.checkpoint.hostPath.path", "models", "spec.model.checkpoint.hostPath.path"),
+}
+
+
+@pytest.mark.parametrize(("path", "value", "words"), REJECTIONS.values(), ids=REJECTIONS.keys())
+def test_the_api_server_rejects_what_cannot_be_meant(operator: Cluster, path: str, value: object, words: str) -> None:
+    bad = set_path(deployment(), path, value)
+    with pytest.raises(CommandError) as refused:
+        operator.kubectl("apply", "--server-side", "--dry-run=server", "-f", "-", stdin=yaml.safe_dump(bad))
+    assert words in refused.value.output
+
+
+def test_model_identity_cannot_change(operator: Cluster, namespace: str, waiting: Document) -> None:
+    with pytest.raises(CommandError, match=r"spec\.model"):
+        operator.apply(set_path(deployment(), "spec.model.servedName", "other"), namespace=namespace)
+
+
+@pytest.mark.parametrize("example", sorted(ROOT.glob("examples/*.yaml")), ids=lambda path: path.stem)
+def test_the_examples_are_accepted(operator: Cluster, example: Path) -> None:
+    operator.kubectl("apply", "--server-side", "--dry-run=server", "-n", "default", "-f", str(example))
+
+
+ALLOWED = ["list kimideployments", "patch kimideployments --subresource=status", "create statefulsets", "delete pods"]
+FORBIDDEN = [
+    "get secrets", "list secrets", "create pods", "create pods --subresource=exec", "patch pods",
+    "get pods --subresource=log",
+    "update kimideployments", "delete kimideployments", "patch hardwareprofiles", "patch nodes", "delete nodes",
+    "create serviceaccounts", "create clusterroles", "create clusterrolebindings", "impersonate users",
+    "get leases -n default", "delete namespaces", "create customresourcedefinitions", "deletecollection pods",
+]  # fmt: skip
+
+
+def can(cluster: Cluster, what: str) -> bool:
+    done = cluster.exec(["kubectl", "auth", "can-i", *what.split(), f"--as={ACCOUNT}", "-q"], check=False)
+    return done.returncode == 0
+
+
+@pytest.mark.parametrize("what", ALLOWED)
+def test_the_operator_may_do_its_work(operator: Cluster, what: str) -> None:
+    assert can(operator, what)
+
+
+@pytest.mark.parametrize("what", FORBIDDEN)
+def test_the_operator_may_do_nothing_else(operator: Cluster, what: str) -> None:
+    assert not can(operator, what)
+
+
+def test_a_standby_takes_over_when_the_leader_is_killed(operator: Cluster, namespace: str) -> None:
+    leader = operator.wait_for("a leader", lambda: holder(operator), timeout_s=PATIENT_S)
+    operator.wait(f"deployment/{RELEASE}", "condition=Available", namespace=SYSTEM, timeout_s=PATIENT_S)
+    operator.kubectl("delete", "pod", leader, "-n", SYSTEM, "--grace-period=0", "--force")
+    operator.wait_for("another leader", lambda: holder(operator) not in ("", leader), timeout_s=PATIENT_S)
+    operator.apply(deployment(), namespace=namespace)
+    operator.wait_for("its children", lambda: len(stateful_sets(operator, namespace)) == 2, timeout_s=PATIENT_S)
+
+
+def test_the_operators_pods_are_locked_down_and_say_who_leads(operator: Cluster) -> None:
+    operator.wait_for("a leader", lambda: holder(operator), timeout_s=PATIENT_S)
+    for pod in operator.get("pods", namespace=SYSTEM, selector="app.kubernetes.io/component=operator"):
+        assert pod["spec"]["securityContext"]["runAsNonRoot"] is True
+        assert pod["spec"]["containers"][0]["securityContext"]["readOnlyRootFilesystem"] is True
+
+    def answers() -> list[str]:
+        pods = operator.get("pods", namespace=SYSTEM, selector="app.kubernetes.io/component=operator")
+        urls = [f"http://{pod['status']['podIP']}:8080/readyz" for pod in pods if pod["status"].get("podIP")]
+        done = [operator.exec(["python3", "-c", READ, url], check=False) for url in urls]
+        return sorted(one.stdout.strip() for one in done)
+
+    expected = ["leading", "standing by: another replica leads"]
+    operator.wait_for("one leader, one standby", lambda: answers() == expected, timeout_s=PATIENT_S)
+
+
+READ = "import sys, urllib.request; print(urllib.request.urlopen(sys.argv[1], timeout=10).read().decode())"
