@@ -24,7 +24,9 @@ def machine() -> str:
 
 
 def commit() -> str:
-    done = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=HERE, capture_output=True, text=True)
+    done = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=HERE, check=False, capture_output=True, text=True
+    )
     return done.stdout.strip() or "unknown"
 
 
@@ -38,7 +40,8 @@ def main() -> int:
         for name in names:
             print(f"\n== {name}: tests/bench/{name}.py", flush=True)
             output = Path(folder) / f"{name}.json"
-            if subprocess.run([sys.executable, str(HERE / f"{name}.py"), "--output", str(output)]).returncode:
+            argv = [sys.executable, str(HERE / f"{name}.py"), "--output", str(output)]
+            if subprocess.run(argv, check=False).returncode:
                 failed.append(name)
             else:
                 results[name] = json.loads(output.read_text())
