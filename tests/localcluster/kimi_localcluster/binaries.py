@@ -96,6 +96,12 @@ def ensure_programs(names: tuple[str, ...], progress: Progress) -> dict[str, Pat
     if unknown := [name for name in names if name not in PROGRAMS]:
         raise LocalClusterError(f"unknown program {unknown[0]!r}; known: {', '.join(PROGRAMS)}")
 
+    if any(find(name) is None for name in names):
+        _build_missing(names, progress)
+    return {name: path for name in names if (path := find(name))}
+
+
+def _build_missing(names: tuple[str, ...], progress: Progress) -> None:
     def show_waiting() -> AbstractContextManager[object]:
         return progress.step("Waiting for another build of the cluster's programs")
 
@@ -103,7 +109,6 @@ def ensure_programs(names: tuple[str, ...], progress: Progress) -> dict[str, Pat
         missing = [name for name in names if find(name) is None]
         for position, name in enumerate(missing, start=1):
             _build(PROGRAMS[name], f"{position} of {len(missing)}", progress)
-    return {name: path for name in names if (path := find(name))}
 
 
 def _build(program: Program, position: str, progress: Progress) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -40,6 +41,7 @@ from kimi_localcluster.spec import DEFAULT_IMAGES, DEFAULT_NAME, ClusterSpec, de
 
 START_TIMEOUT_S = 300.0
 END_TIMEOUT_S = 30.0
+KEEP_LOGS = 10
 POLL_S = 0.1
 
 
@@ -231,8 +233,7 @@ class Cluster(Kube):
         """Start the keeper, detached, and wait; two pipes tell each side when the other has ended."""
         lifeline_read, self._lifeline_fd = os.pipe()
         keeper_fd, keeper_write = os.pipe()
-        log = cache_dir() / "logs" / f"keeper-{self.name}.log"
-        log.parent.mkdir(parents=True, exist_ok=True)
+        log = self._fresh_logs() / "keeper.log"
         argv = ["setsid", "--fork", sys.executable, "-P", "-m", MODULE, self.name, str(lifeline_read)]
         try:
             with log.open("w") as output:
@@ -253,6 +254,17 @@ class Cluster(Kube):
         if not is_tied:
             os.write(self._lifeline_fd, b"1")
             self._release_lifeline()
+
+    def _fresh_logs(self) -> Path:
+        """An empty folder for this cluster's logs; those of long ended clusters go."""
+        shutil.rmtree(self.paths.logs, ignore_errors=True)
+        self.paths.logs.mkdir(parents=True)
+        ended = [
+            path for path in self.paths.logs.parent.iterdir() if path.is_dir() and path.name not in running_clusters()
+        ]
+        for folder in sorted(ended, key=lambda path: path.stat().st_mtime, reverse=True)[KEEP_LOGS:]:
+            shutil.rmtree(folder, ignore_errors=True)
+        return self.paths.logs
 
     def _wait_until_up(self, keeper_fd: int, log: Path, timeout_s: float, progress: Progress) -> None:
         deadline = time.monotonic() + timeout_s
@@ -286,7 +298,7 @@ class Cluster(Kube):
         while keeper_process(self.paths):
             if time.monotonic() > deadline:
                 raise LocalClusterError(
-                    f"the keeper of cluster {self.name} does not end; see {cache_dir()}/logs/keeper-{self.name}.log"
+                    f"the keeper of cluster {self.name} does not end; see {self.paths.logs}/keeper.log"
                 )
             time.sleep(0.02)
 

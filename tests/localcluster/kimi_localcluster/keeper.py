@@ -80,8 +80,7 @@ def prepare(order: Order) -> None:
     spec = order.spec
     paths = ClusterPaths(spec.name)
     remove_traces(paths)
-    shutil.rmtree(paths.logs, ignore_errors=True)
-    for folder in (paths.state, paths.logs, paths.bin):
+    for folder in (paths.state, paths.bin):
         folder.mkdir(parents=True)
     paths.keeper.write_text(json.dumps({"keeper": os.getpid()}))
     spec.write(paths.spec)

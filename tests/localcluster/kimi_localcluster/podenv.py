@@ -62,9 +62,7 @@ def ensure_pod_environment(progress: Progress) -> PodEnvironment:
     """Build what is missing of the environment for the checkout's present state."""
     root = repository()
     lock_key = _digest((root / "uv.lock").read_bytes(), sys.version.encode(), sys.base_prefix.encode())
-    sources = [
-        part for file in source_files(root) for part in (str(file.relative_to(root)).encode(), file.read_bytes())
-    ]
+    sources = [part for file in source_files(root) for part in (str(file.relative_to(root)).encode(), _content(file))]
     packages = pods_dir() / lock_key / "venv"
     code = pods_dir() / _digest(lock_key.encode(), *sources) / "venv"
 
