@@ -127,6 +127,20 @@ async def test_the_prefill_lane_is_passed_on(pod: Pod, http: httpx.AsyncClient) 
     assert [submit.prefill for submit in pod.engine.submits] == ["tcp://10.0.0.7:29601", None]
 
 
+async def test_a_drain_that_the_lanes_learn_of_first_is_seen(pod: Pod, http: httpx.AsyncClient) -> None:
+    """The pod's end, or another pod of the group, has told them."""
+    await pod.publish(ready=False, draining=True)
+    assert (await http.get("/state")).json()["draining"] is True
+    assert (await http.post("/v1/completions", json=ASK)).json()["error"]["code"] == "draining"
+
+
+async def test_a_pod_that_does_both_refuses_a_prefill_lane(start_pod: PodFactory) -> None:
+    pod: Pod = await start_pod(role="both")
+    async with httpx.AsyncClient(base_url=pod.url, timeout=10) as http:
+        reply = await http.post("/v1/completions", json=ASK, headers={"x-kimi-prefill": "tcp://10.0.0.7:29601"})
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "x-kimi-prefill")
+
+
 async def test_a_prefill_pod_answers_no_client(start_pod: PodFactory) -> None:
     pod: Pod = await start_pod(role="prefill")
     async with httpx.AsyncClient(base_url=pod.url, timeout=10) as http:
@@ -181,6 +195,7 @@ EXPECTED = {
     "vllm:time_to_first_token_seconds_count": 1,
     "vllm:e2e_request_latency_seconds_count": 1,
     "vllm:num_requests_running": 0,
+    "vllm:num_preemptions_total": 0,
     "vllm:kv_cache_usage_perc": 0,
     "kimi_handoff_bytes_total": 4096,
     "kimi_handoff_seconds_sum": 0.25,

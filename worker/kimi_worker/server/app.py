@@ -78,6 +78,17 @@ class Pod:
             raise ApiError.bad("x-kimi-lane", f"got {wanted[:20]!r}; this pod has lanes 0 to {len(self.lanes) - 1}")
         return self.lanes[int(wanted)]
 
+    def prefill_endpoint(self, request: Request) -> str | None:
+        """The prefill lane that the router names. Raises ApiError."""
+        endpoint = request.headers.get("x-kimi-prefill")
+        if endpoint is None:
+            return None
+        if not _ENDPOINT.fullmatch(endpoint):
+            raise ApiError.bad("x-kimi-prefill", f"got {endpoint[:60]!r}; want tcp://<ip>:<port>")
+        if self.settings.role is not Role.DECODE:
+            raise ApiError.bad("x-kimi-prefill", "this pod computes prompts itself and takes no handoffs; leave it out")
+        return endpoint
+
     def check_ready(self) -> None:
         """Raises ApiError (503) that another pod may answer."""
         if self.settings.role is Role.PREFILL:
@@ -92,17 +103,9 @@ class Pod:
 def _lane_state(state: LaneState) -> dict[str, object]:
     names = (
         "lane handoff running waiting reserved queued_tokens num_pages free_pages num_slots free_slots max_num_seqs "
-        "transfers quarantined steps step_s"
+        "transfers quarantined preemptions steps step_s"
     )
     return {name: getattr(state, name) for name in names.split()}
-
-
-def prefill_endpoint(request: Request) -> str | None:
-    """The prefill lane that the router names. Raises ApiError."""
-    endpoint = request.headers.get("x-kimi-prefill")
-    if endpoint is not None and not _ENDPOINT.fullmatch(endpoint):
-        raise ApiError.bad("x-kimi-prefill", f"got {endpoint[:60]!r}; want tcp://<ip>:<port>")
-    return endpoint
 
 
 def create_app(settings: WorkerSettings, identity: PodIdentity) -> FastAPI:
@@ -127,7 +130,7 @@ def create_app(settings: WorkerSettings, identity: PodIdentity) -> FastAPI:
 def _add_openai_routes(app: FastAPI, pod: Pod) -> None:
     async def generate(request: Request, read: Callable[[bytes], Work]) -> Response:
         pod.check_ready()
-        lane, prefill = pod.choose_lane(request), prefill_endpoint(request)
+        lane, prefill = pod.choose_lane(request), pod.prefill_endpoint(request)
         body = await read_body(request, pod.intake.max_body_bytes)
         work = await asyncio.to_thread(read, body) if len(body) > _IN_THREAD_BYTES else read(body)
         tools = Tools(

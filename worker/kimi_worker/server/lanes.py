@@ -155,7 +155,7 @@ class Lanes:
         self._context = zmq.asyncio.Context()
         self._all = [Lane(self._context, run_dir, index) for index in range(num_lanes)]
         self._listeners: list[asyncio.Task[None]] = []
-        self.is_draining = False
+        self._was_told_to_drain = False
         self.error: str | None = None
         """Why this process no longer hears its lanes."""
 
@@ -190,6 +190,11 @@ class Lanes:
         return sum(lane.num_requests for lane in self._all)
 
     @property
+    def is_draining(self) -> bool:
+        """Told here, or by the pod's end, or by another pod of the group."""
+        return self._was_told_to_drain or any(state.draining for state in self.states)
+
+    @property
     def not_ready(self) -> str | None:
         """Why the pod cannot take requests; None when it can."""
         if self.is_draining:
@@ -208,7 +213,7 @@ class Lanes:
 
     async def drain(self) -> None:
         """Accept nothing new from now on."""
-        self.is_draining = True
+        self._was_told_to_drain = True
         for lane in self._all:
             await lane.drain()
 

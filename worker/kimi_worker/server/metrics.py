@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from kimi_worker.protocol.engine import LaneState
@@ -74,6 +74,10 @@ class _LaneCollector(Collector):
             "Share of the pages in use, 0 to 1",
             [(s, 1 - s.free_pages / s.num_pages) for s in states],
         )
+        preemptions = CounterMetricFamily("vllm:num_preemptions", "Preempted requests", labels=["model_name", "engine"])
+        for state in states:
+            preemptions.add_metric([self._model, str(state.lane)], state.preemptions)
+        yield preemptions
         for name, text, values in (
             ("pages_total", "Pages of a lane", [s.num_pages for s in states]),
             ("pages_used", "Pages in use", [s.num_pages - s.free_pages for s in states]),
