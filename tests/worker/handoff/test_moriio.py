@@ -7,7 +7,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from kimi_worker.handoff.moriio import MoriTransport
+from kimi_worker.handoff.moriio import MoriioTransport
 from kimi_worker.handoff.plan import Copy, RegionLayout, Unit
 from kimi_worker.handoff.transport import Completion, Region, TransportError
 
@@ -147,7 +147,7 @@ class Rank:
             Region(layout, ctypes.addressof(buffer), 256 // layout.bytes_per_unit, "cuda", 3)
             for layout, buffer in zip(LAYOUTS, self.buffers, strict=True)
         ]
-        self.transport = MoriTransport(name, "10.0.0.1")
+        self.transport = MoriioTransport(name, "10.0.0.1")
         self.descriptor = self.transport.register(self.regions)
 
 
@@ -285,4 +285,4 @@ def test_wrong_descriptors_are_errors(ranks: tuple[Rank, Rank], library: Library
 def test_missing_library_says_where_it_comes_from(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mori.io", None)
     with pytest.raises(TransportError, match="needs the mori package"):
-        MoriTransport("rank", "10.0.0.1")
+        MoriioTransport("rank", "10.0.0.1")

@@ -13,6 +13,7 @@ What its documentation and its users' reports make this module do:
 
 import ctypes
 import importlib
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -57,14 +58,14 @@ class _Post:
     was_posted: bool = False
 
 
-class MoriTransport:
+class MoriioTransport:
     """One IOEngine. `name` must differ from that of every engine a peer may still know (engine, epoch, rank).
 
     Raises TransportError when the `mori` package is missing.
     """
 
-    def __init__(self, name: str, host: str, qp_per_transfer: int = 4) -> None:
-        """`host` is this pod's address, where peers reach the engine's control port."""
+    def __init__(self, name: str, host: str = "", qp_per_transfer: int = 4) -> None:
+        """`host` is where peers reach the engine's control port; empty: the address of this host's (pod's) name."""
         try:
             self._mori = importlib.import_module("mori.io")
         except ImportError as error:
@@ -72,7 +73,7 @@ class MoriTransport:
                 f"handoff.transport moriio needs the mori package of the ROCm image: {error}"
             ) from error
         self._name = name
-        self._host = host
+        self._host = host or socket.gethostbyname(socket.gethostname())
         self._qp_per_transfer = qp_per_transfer
         self._num_engines = 0
         self._engine: mori_io.IOEngine | None = None

@@ -11,6 +11,7 @@ without asking: set UCX_TLS to tcp or to RDMA transports where decode and prefil
 """
 
 import ctypes
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,6 +26,9 @@ from kimi_worker.handoff.transport import Completion, Region, TransportError
 NIXL_ERRORS: tuple[type[Exception], ...] = tuple(
     getattr(bindings, name) for name in dir(bindings) if name.startswith("nixl") and name.endswith("Error")
 )
+# NIXL logs a line to stdout for each agent and backend
+logging.getLogger("nixl").setLevel(logging.WARNING)
+
 CONNECT_ERRORS: tuple[type[Exception], ...] = (msgspec.MsgspecError, *NIXL_ERRORS)
 POST_ERRORS: tuple[type[Exception], ...] = (TransportError, *NIXL_ERRORS)
 SEGMENTS = {"cpu": "DRAM", "cuda": "VRAM"}
@@ -235,22 +239,20 @@ class NixlTransport:
         return _release(post)
 
     def _local_ranges(self, copies: Sequence[Copy]) -> np.ndarray:
-        ranges = np.empty((len(copies), 3), np.uint64)
-        for row, copy in enumerate(copies):
-            region = self._regions[copy.region]
-            ranges[row] = (region.pointer + copy.local_offset, copy.num_bytes, region.device_id)
-        return ranges
+        places = [(region.pointer, region.device_id) for region in self._regions]
+        ranges = [(places[region][0] + offset, size, places[region][1]) for region, offset, _, size in copies]
+        return np.array(ranges, np.uint64).reshape(-1, 3)
 
     def _remote_ranges(self, peer: str, copies: Sequence[Copy]) -> np.ndarray:
-        regions = self._peers[peer].regions
-        ranges = np.empty((len(copies), 3), np.uint64)
-        for row, copy in enumerate(copies):
-            region = regions[copy.region]
-            if copy.remote_offset + copy.num_bytes > region.num_bytes:
-                end = copy.remote_offset + copy.num_bytes
-                raise TransportError(f"region {region.name} has {region.num_bytes} bytes, the copy ends at {end}")
-            ranges[row] = (region.pointer + copy.remote_offset, copy.num_bytes, region.device_id)
-        return ranges
+        places = [(region.pointer, region.num_bytes, region.device_id) for region in self._peers[peer].regions]
+        ranges = []
+        for region, _, offset, size in copies:
+            pointer, region_bytes, device_id = places[region]
+            if offset + size > region_bytes:
+                name = self._peers[peer].regions[region].name
+                raise TransportError(f"region {name} has {region_bytes} bytes, the copy ends at {offset + size}")
+            ranges.append((pointer + offset, size, device_id))
+        return np.array(ranges, np.uint64).reshape(-1, 3)
 
 
 def _release(post: _Post) -> bool:

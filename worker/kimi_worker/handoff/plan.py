@@ -1,9 +1,11 @@
 """Which bytes go where: pages and slots of one lane into pages and slots of another. Pure."""
 
 import hashlib
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 from kimi_worker.protocol.handoff import Write
 
@@ -32,8 +34,7 @@ Layout = tuple[RegionLayout, ...]
 """The regions of a rank, in an order that both sides share. Equal layout hashes imply equal layouts."""
 
 
-@dataclass(frozen=True, slots=True)
-class Copy:
+class Copy(NamedTuple):
     """Contiguous bytes of one region (by index in the layout); offsets in bytes from the region's start."""
 
     region: int
@@ -54,24 +55,25 @@ def plan_copies(layout: Layout, write: Write) -> list[Copy]:
         if len(set(pages)) != len(pages):
             raise ValueError(f"transfer {write.key}: a {side} page appears twice in {pages}")
     pairs = {Unit.PAGE: sorted(zip(local, remote, strict=True)), Unit.SLOT: [(write.local_slot, write.remote_slot)]}
-    return [copy for index in range(len(layout)) for copy in _merged(index, layout[index], pairs[layout[index].unit])]
-
-
-def _merged(index: int, region: RegionLayout, pairs: Sequence[tuple[int, int]]) -> list[Copy]:
     copies: list[Copy] = []
-    size = region.bytes_per_unit
-    run_start = 0
-    for end in range(1, len(pairs) + 1):
-        if end < len(pairs) and _follows(pairs[end - 1], pairs[end]):
-            continue
-        local, remote = pairs[run_start]
-        copies.append(Copy(index, local * size, remote * size, (end - run_start) * size))
-        run_start = end
+    for index, region in enumerate(layout):
+        copies += _merged(index, region.bytes_per_unit, pairs[region.unit])
     return copies
 
 
-def _follows(before: tuple[int, int], after: tuple[int, int]) -> bool:
-    return after[0] == before[0] + 1 and after[1] == before[1] + 1
+def _merged(index: int, size: int, pairs: Sequence[tuple[int, int]]) -> list[Copy]:
+    """Copies of sorted (local, remote) units, where runs of neighbours on both sides become one."""
+    copies: list[Copy] = []
+    first = expected = (-1, -1)
+    for pair in pairs:
+        if pair != expected:
+            if expected != (-1, -1):
+                copies.append(Copy(index, first[0] * size, first[1] * size, (expected[0] - first[0]) * size))
+            first = pair
+        expected = (pair[0] + 1, pair[1] + 1)
+    if pairs:
+        copies.append(Copy(index, first[0] * size, first[1] * size, (expected[0] - first[0]) * size))
+    return copies
 
 
 def read_back_targets(copies: Sequence[Copy], limit: int = READ_BACK_LIMIT) -> list[Copy]:
@@ -99,26 +101,27 @@ def transfer_bytes(layout: Layout, num_pages: int) -> int:
 
 def digest_of_copies(copies: Sequence[Copy]) -> str:
     """Digest of where the bytes went, independent of how the copies were cut and ordered."""
-    return _digest([(copy.region, copy.remote_offset, copy.num_bytes) for copy in copies])
+    return _digest(sorted((copy.region, copy.remote_offset, copy.num_bytes) for copy in copies))
 
 
 def digest_of_reservation(layout: Layout, page_ids: Sequence[int], slot: int) -> str:
     """Digest that a transfer into exactly these pages and this slot must have."""
-    units = {Unit.PAGE: page_ids, Unit.SLOT: [slot]}
-    return _digest(
-        [
-            (index, unit * region.bytes_per_unit, region.bytes_per_unit)
-            for index, region in enumerate(layout)
-            for unit in units[region.unit]
-        ]
-    )
+    units = {Unit.PAGE: sorted(page_ids), Unit.SLOT: [slot]}
+    ranges: list[tuple[int, int, int]] = []
+    for index, region in enumerate(layout):
+        size = region.bytes_per_unit
+        ranges += [(index, unit * size, size) for unit in units[region.unit]]
+    return _digest(ranges)
 
 
-def _digest(ranges: list[tuple[int, int, int]]) -> str:
-    joined: list[tuple[int, int, int]] = []
-    for region, offset, size in sorted(ranges):
-        if joined and joined[-1][0] == region and sum(joined[-1][1:]) == offset:
-            joined[-1] = (region, joined[-1][1], joined[-1][2] + size)
+def _digest(ranges: Sequence[tuple[int, int, int]]) -> str:
+    """Hash sorted (region, offset, size) with touching ranges joined."""
+    joined = array("q")
+    last, end = -1, -1
+    for region, offset, size in ranges:
+        if region == last and offset == end:
+            joined[-1] += size
         else:
-            joined.append((region, offset, size))
-    return hashlib.blake2b(repr(joined).encode(), digest_size=16).hexdigest()
+            joined.extend((region, offset, size))
+        last, end = region, offset + size
+    return hashlib.blake2b(joined.tobytes(), digest_size=16).hexdigest()
