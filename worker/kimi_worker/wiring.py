@@ -120,10 +120,10 @@ def _port(settings: WorkerSettings, identity: PodIdentity, runner: Runner, group
         )
         for region in runner.caches.regions
     ]
-    return RankPort(groups.place.tp_rank, _transport(settings, name), regions)
+    return RankPort(groups.place.tp_rank, _transport(settings, identity, name), regions)
 
 
-def _transport(settings: WorkerSettings, name: str) -> Transport:
+def _transport(settings: WorkerSettings, identity: PodIdentity, name: str) -> Transport:
     # Imported late: a node has the library of its own fabric only.
     if settings.handoff.transport == "nixl":
         from kimi_worker.handoff.nixl import NixlTransport  # noqa: PLC0415
@@ -131,7 +131,7 @@ def _transport(settings: WorkerSettings, name: str) -> Transport:
         return NixlTransport(name)
     from kimi_worker.handoff.moriio import MoriioTransport  # noqa: PLC0415
 
-    return MoriioTransport(name)
+    return MoriioTransport(name, identity.pod_ip)
 
 
 def _follower(parts: Parts) -> Follower:
