@@ -19,8 +19,8 @@ class Timing:
     resend_max_s: float = 8.0
     hello_s: float = 2.0
     """Between Hellos to a peer with open transfers."""
-    silence_s: float = 15.0
-    """A peer with open transfers that says nothing for so long is lost."""
+    silence_s: float = 30.0
+    """A peer with open transfers that says nothing for so long is lost. Longer than any step, compiling included."""
     write_timeout_s: float = 60.0
     """From posting a transfer's writes to the last completion."""
     forget_s: float = 6 * 3600.0

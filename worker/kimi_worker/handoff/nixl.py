@@ -10,6 +10,7 @@ That excludes UCX's shared-memory transports (cma, xpmem), by which a process of
 without asking: set UCX_TLS to tcp or to RDMA transports where decode and prefill may share a kernel.
 """
 
+import contextlib
 import ctypes
 import logging
 from collections.abc import Sequence
@@ -141,10 +142,9 @@ class NixlTransport:
         for post in self._posts.values():
             if post.peer == peer and not post.error:
                 post.error = f"disconnected from {peer}"
-        try:
+        # NIXL has forgotten a peer by itself when its connection broke
+        with contextlib.suppress(bindings.nixlNotFoundError):
             self._live().remove_remote_agent(peer)
-        except NIXL_ERRORS as error:
-            raise TransportError(f"cannot remove agent {peer}: {error}") from error
 
     def revoke(self) -> bytes:
         """Drop all connections and registrations, register anew, return the new descriptor. Raises TransportError."""
@@ -152,13 +152,16 @@ class NixlTransport:
         return self._open()
 
     def close(self) -> None:
-        """Give everything back; open posts are dropped."""
+        """Give everything back; open posts are dropped. Raises TransportError."""
         if self._agent is None:
             return
         for post in self._posts.values():
             _release(post)
-        for registered in self._registered:
-            self._agent.deregister_memory(registered)
+        try:
+            for registered in self._registered:
+                self._agent.deregister_memory(registered)
+        except NIXL_ERRORS as error:
+            raise TransportError(f"NIXL agent of {self._name} does not give its memory back: {error}") from error
         self._posts, self._registered, self._peers, self._free_scratch = {}, [], {}, []
         # Dropping the last reference ends the agent: its destructor closes the connections
         self._agent = None
