@@ -93,6 +93,15 @@ def test_other_sizes_equal_the_reference(
         assert largest_difference(got, want[seen - 1]) < LOGPROB_BOUND
 
 
+def test_the_trained_model_equals_the_reference(reference: ModuleType, make_runner: MakeRunner) -> None:
+    """Trained weights are less even than random ones: sharper softmaxes, slower decays."""
+    folder = Path(__file__).parents[3] / "examples" / "tiny-k3"
+    ids = tokens(90, 7)
+    want = reference.K3Reference(folder).logits(ids).log_softmax(-1)
+    for seen, got in run_in_pieces(make_runner(folder), ids, [50, 20, *[1] * 20]).items():
+        assert largest_difference(got, want[seen - 1]) < LOGPROB_BOUND
+
+
 @pytest.fixture(scope="module")
 def whole(checkpoint: Path, make_runner: MakeRunner) -> tuple[Runner, list[int], dict[int, Tensor]]:
     """A runner, 60 tokens, and their log-probabilities token by token."""
