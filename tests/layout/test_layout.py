@@ -12,6 +12,8 @@ FILES = """
     pyproject.toml uv.lock
 """
 FOLDERS = ".ci .github charts crds examples kernels operator tests worker"
+# The local cluster's one reader: where caches and tools of this machine are.
+HARNESS_PATHS = Path("tests/localcluster/kimi_localcluster/paths.py")
 TOP_LEVEL = {*FILES.split(), *FOLDERS.split()}
 
 
@@ -42,7 +44,7 @@ def test_environment_is_read_only_in_settings() -> None:
     readers = [
         str(path)
         for path in sources()
-        if path.name != "settings.py"
+        if path.name != "settings.py" and path != HARNESS_PATHS
         for node in ast.walk(ast.parse((ROOT / path).read_text()))
         if isinstance(node, ast.Attribute) and node.attr in {"environ", "getenv"}
     ]

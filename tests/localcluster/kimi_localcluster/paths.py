@@ -36,7 +36,8 @@ def existing_kubeconfig() -> Path | None:
 
 def uv() -> str:
     """The uv program: KIMI_UV, then PATH, then the copy that the Makefile keeps in the cache folder."""
-    candidates = [os.environ.get("KIMI_UV"), shutil.which("uv"), str(cache_dir() / "uv" / "bin" / "uv")]
+    ours = sorted(str(path) for path in cache_dir().glob("uv*/bin/uv"))
+    candidates = [os.environ.get("KIMI_UV"), shutil.which("uv"), *ours]
     for candidate in candidates:
         if candidate and os.access(candidate, os.X_OK):
             return candidate
