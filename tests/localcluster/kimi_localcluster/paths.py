@@ -42,7 +42,7 @@ def uv() -> str:
         if candidate and os.access(candidate, os.X_OK):
             return candidate
     raise LocalClusterError(
-        f"uv not found on PATH or at {candidates[-1]}; run `make setup`, or set KIMI_UV to a uv program"
+        f"uv not found on PATH or in {cache_dir()}; run `make setup`, or set KIMI_UV to a uv program"
     )
 
 
