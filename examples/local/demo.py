@@ -82,15 +82,15 @@ def reference(cluster: Kube) -> Iterator[str]:
     argv = [str(BIN / "kimi-worker"), "serve", "--standalone", str(CHECKPOINT), "--port", str(REFERENCE_PORT)]
     process = cluster.popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     url = f"http://127.0.0.1:{REFERENCE_PORT}"
-    probe = f"import httpx; httpx.get('{url}/ready', timeout=2).raise_for_status()"
+    probe = f"import urllib.request; urllib.request.urlopen('{url}/ready', timeout=10)"
     try:
 
         def is_ready() -> bool:
             if process.poll() is not None:
                 raise LocalClusterError(f"the single process ended: {process.stderr.read()[-500:]}")
-            return cluster.exec([sys.executable, "-c", probe], check=False).returncode == 0
+            return cluster.exec([sys.executable, "-S", "-c", probe], check=False, timeout_s=120).returncode == 0
 
-        cluster.wait_for("the single process serves", is_ready, timeout_s=120)
+        cluster.wait_for("the single process serves", is_ready, timeout_s=300)
         yield url
     finally:
         end_process(process)
