@@ -97,6 +97,12 @@ class HandoffSettings(Section):
     fence: Annotated[str, Field(pattern="^(none|read_back)$")] = "none"
     """`read_back`: read a few bytes of every written region before telling decode, where completion is only local."""
 
+    @model_validator(mode="after")
+    def _local_completion_needs_a_fence(self) -> "HandoffSettings":
+        if self.transport == "moriio" and self.fence == "none":
+            raise ValueError("transport moriio completes locally, before the bytes are seen; set fence to read_back")
+        return self
+
 
 class PortSettings(Section):
     api: Port = 8000
