@@ -93,8 +93,8 @@ class ReplayEngine:
                 self._changed.notify_all()
 
     async def until(self, condition: Callable[["ReplayEngine"], bool]) -> None:
-        """Wait until what has come in satisfies the condition, at most 10 s."""
-        async with asyncio.timeout(10), self._changed:
+        """Wait until what has come in satisfies the condition, at most 60 s."""
+        async with asyncio.timeout(60), self._changed:
             await self._changed.wait_for(lambda: condition(self))
 
     async def publish(self, **changes: object) -> None:

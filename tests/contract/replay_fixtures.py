@@ -116,7 +116,7 @@ class Pod:
         for engine in self.engines:
             await engine.publish(**changes)
         lanes = self.app.state.pod.lanes
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while lanes.states != [engine.state for engine in self.engines]:  # noqa: ASYNC110  # a state, not an event
                 await asyncio.sleep(0.005)
 
@@ -139,7 +139,7 @@ async def start_pod(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) 
             settings = worker_settings(checkpoint, role=role, num_lanes=num_lanes, max_model_len=max_model_len)
             app = create_app(settings, PodIdentity(run_dir=run_dir))
             url = await stack.enter_async_context(listening(app))
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 while app.state.pod.lanes.not_ready:  # noqa: ASYNC110  # a state, not an event
                     await asyncio.sleep(0.005)
             return Pod(url, engines, app)
@@ -175,7 +175,7 @@ async def routing(settings: RouterSettings) -> AsyncIterator[str]:
     """A router that has heard of all its pods; gives its URL."""
     app = create_router(settings)
     async with listening(app) as url:
-        async with httpx.AsyncClient(base_url=url, timeout=10) as http, asyncio.timeout(10):
+        async with httpx.AsyncClient(base_url=url, timeout=60) as http, asyncio.timeout(60):
             while not _is_settled((await http.get("/state")).json()):  # noqa: ASYNC110  # a state, not an event
                 await asyncio.sleep(0.01)
         yield url

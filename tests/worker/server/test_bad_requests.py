@@ -158,7 +158,7 @@ BROKEN = [
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 async def test_broken_bodies(pod: Pod, path: str) -> None:
-    async with httpx.AsyncClient(base_url=pod.url, timeout=10) as http:
+    async with httpx.AsyncClient(base_url=pod.url, timeout=60) as http:
         for body in BROKEN:
             reply = await http.post(path, content=body)
             assert reply.status_code == 400, body[:40]
@@ -197,7 +197,7 @@ def test_any_bytes_are_refused(body: bytes) -> None:
 
 
 async def test_odd_http_gets_an_openai_error(pod: Pod) -> None:
-    async with httpx.AsyncClient(base_url=pod.url, timeout=10) as http:
+    async with httpx.AsyncClient(base_url=pod.url, timeout=60) as http:
         for reply, status in (
             (await http.get("/nothing"), 404),
             (await http.get("/v1/completions"), 405),
@@ -220,7 +220,7 @@ async def test_odd_http_gets_an_openai_error(pod: Pod) -> None:
     ],
 )
 async def test_wrong_routing_headers_are_named(pod: Pod, headers: dict[str, str]) -> None:
-    async with httpx.AsyncClient(base_url=pod.url, timeout=10) as http:
+    async with httpx.AsyncClient(base_url=pod.url, timeout=60) as http:
         encoded = {name: value.encode() for name, value in headers.items()}
         reply = await http.post("/v1/completions", json={"prompt": "a"}, headers=encoded)
     assert reply.status_code == 400
@@ -228,7 +228,7 @@ async def test_wrong_routing_headers_are_named(pod: Pod, headers: dict[str, str]
 
 
 async def test_a_bad_request_leaves_nothing_behind(pod: Pod) -> None:
-    async with httpx.AsyncClient(base_url=pod.url, timeout=10) as http:
+    async with httpx.AsyncClient(base_url=pod.url, timeout=60) as http:
         for fields, _ in CHAT_ERRORS:
             reply = await http.post("/v1/chat/completions", json=chat_body(**fields))
             assert reply.status_code == 400

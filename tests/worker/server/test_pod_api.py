@@ -15,7 +15,7 @@ ASK = {"prompt": "a", "max_tokens": 5}
 
 @pytest.fixture
 async def http(pod: Pod):
-    async with httpx.AsyncClient(base_url=pod.url, timeout=10) as http:
+    async with httpx.AsyncClient(base_url=pod.url, timeout=60) as http:
         yield http
 
 
@@ -109,7 +109,7 @@ async def test_requests_go_to_the_named_lane_or_the_least_busy(start_pod: PodFac
     pod: Pod = await start_pod(num_lanes=2)
     gate = asyncio.Event()
     pod.play(Script(HI, gate=gate))
-    async with httpx.AsyncClient(base_url=pod.url, timeout=10) as http:
+    async with httpx.AsyncClient(base_url=pod.url, timeout=60) as http:
         waiting = []
         for lane, count in ((None, 1), (None, 1), ("1", 2)):
             headers = {"x-kimi-lane": lane} if lane else {}
@@ -136,14 +136,14 @@ async def test_a_drain_that_the_lanes_learn_of_first_is_seen(pod: Pod, http: htt
 
 async def test_a_pod_that_does_both_refuses_a_prefill_lane(start_pod: PodFactory) -> None:
     pod: Pod = await start_pod(role="both")
-    async with httpx.AsyncClient(base_url=pod.url, timeout=10) as http:
+    async with httpx.AsyncClient(base_url=pod.url, timeout=60) as http:
         reply = await http.post("/v1/completions", json=ASK, headers={"x-kimi-prefill": "tcp://10.0.0.7:29601"})
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "x-kimi-prefill")
 
 
 async def test_a_prefill_pod_answers_no_client(start_pod: PodFactory) -> None:
     pod: Pod = await start_pod(role="prefill")
-    async with httpx.AsyncClient(base_url=pod.url, timeout=10) as http:
+    async with httpx.AsyncClient(base_url=pod.url, timeout=60) as http:
         reply = await http.post("/v1/completions", json=ASK)
     assert (reply.status_code, reply.json()["error"]["code"]) == (400, "wrong_role")
 

@@ -21,6 +21,9 @@ _STALE_S = 15.0
 """A pod that does not answer in time keeps its last state this long; one that refuses connections loses it at once."""
 
 
+_NO_SUCH_NAME = frozenset({socket.EAI_NONAME, socket.EAI_NODATA})
+
+
 class LaneReport(msgspec.Struct, frozen=True):
     """One lane in a pod's /state; fields that routing does not need are left out."""
 
@@ -216,8 +219,9 @@ class Pool:
                 addresses = await resolve(service, self._settings.worker_port)
                 self._resolve_errors.pop(role, None)
             except OSError as error:
-                # a name without any pod is an error of the resolver too
-                addresses, self._resolve_errors[role] = set(), f"{service}: {error.strerror or error}"
+                self._resolve_errors[role] = f"{service}: {error.strerror or error}"
+                # a service without pods is an error of the resolver too; one that is down says nothing about pods
+                addresses = set() if error.errno in _NO_SUCH_NAME else set(pods)
             for address in addresses - pods.keys():
                 pods[address] = Pod(address, role)
                 self._pollers[role, address] = asyncio.create_task(self._poll(pods[address]))

@@ -129,9 +129,10 @@ def create_app(settings: WorkerSettings, identity: PodIdentity) -> FastAPI:
 
 def _add_openai_routes(app: FastAPI, pod: Pod) -> None:
     async def generate(request: Request, read: Callable[[bytes], Work]) -> Response:
+        # first, so that nobody is refused while still sending: some clients take that for a broken connection
+        body = await read_body(request, pod.intake.max_body_bytes)
         pod.check_ready()
         lane, prefill = pod.choose_lane(request), pod.prefill_endpoint(request)
-        body = await read_body(request, pod.intake.max_body_bytes)
         work = await asyncio.to_thread(read, body) if len(body) > _IN_THREAD_BYTES else read(body)
         tools = Tools(
             tokenizer=pod.intake.tokenizer,
