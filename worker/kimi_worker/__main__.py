@@ -1,6 +1,5 @@
 """`kimi-worker serve | route | preflight`. Each command imports what it needs; only a rank imports torch."""
 
-import asyncio
 import dataclasses
 import gc
 import json
@@ -89,10 +88,10 @@ def _serve_pod(path: Path, identify: Callable[[], PodIdentity]) -> int:
 def route(*, settings: SettingsFile = None) -> int:
     """Run the router until SIGTERM."""
     configure_logs("router")
-    from kimi_worker.router.app import serve as serve_router  # noqa: PLC0415
+    from kimi_worker.router import app as router  # noqa: PLC0415
 
     try:
-        asyncio.run(serve_router(read_settings(settings or settings_path(), RouterSettings)))
+        router.run(read_settings(settings or settings_path(), RouterSettings))
     except SettingsError as error:
         print(f"kimi-worker: {error}", file=sys.stderr)  # noqa: T201 - for whoever started the command
         return 1
