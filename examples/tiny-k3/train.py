@@ -19,12 +19,12 @@ from tiny_k3.sizes import Sizes
 from torch import Tensor
 from torch.nn import functional
 
-LEARNING_RATE = 4e-3
 WARMUP_STEPS = 100
 ROUTER_BIAS_STEP = 1e-3
 ENDING_WEIGHT = 0.1
 """Share of the loss on the tokens that end an answer; they are learnt in a few steps and then cost nothing."""
-KEYED_DIGIT_WEIGHT = 3.0
+FIRST_DIGIT_WEIGHT = 3.0
+LOG_EVERY = 7
 SAVE_EVERY = 100
 
 
@@ -41,52 +41,60 @@ PHASES = (
     # Values of one digit, told many times: the densest form of the task. A long value can be continued from its own
     # digits, and with those at hand from the start the look-up by key is not learnt.
     Phase(0, (Mixture(128, 4, 8, 0, digits=1),), 2560),
-    # Then one digit more at a time with all digits before it shared, so that the key must reach each digit.
-    Phase(200, (Mixture(144, 4, 8, 0, digits=2, shared=1),), 2560),
-    Phase(
-        350,
-        (
-            Mixture(160, 4, 8, 0, digits=3, shared=2),
-            Mixture(176, 4, 8, 0, digits=4, shared=3),
-            Mixture(192, 4, 8, 0, digits=5, shared=4),
-            Mixture(192, 4, 8, 0, digits=6, shared=5),
-            Mixture(192, 4, 8, 0, digits=6, shared=1),
-        ),
-        2560,
-    ),
     # The key must be carried from a question through the chat template to the answer.
+    Phase(200, (Mixture(128, 3, 5, 0), Mixture(160, 3, 1, 2)), 2560),
+    Phase(400, (Mixture(160, 3, 1, 2), Mixture(256, 4, 2, 2), Mixture(320, 6, 2, 3)), 2560),
+    Phase(900, (Mixture(256, 6, 0, 2), Mixture(320, 6, 2, 3), Mixture(512, 8, 0, 4), Mixture(512, 4, 0, 4)), 4096),
+    # The second cycle: values as the text prompts have them, and some long conversations.
     Phase(
-        600,
+        2000,
         (
-            Mixture(160, 3, 1, 2),
-            Mixture(192, 3, 2, 2, shared=1),
-            Mixture(256, 4, 2, 3, shared=2),
-            Mixture(256, 6, 0, 2, shared=3),
-            Mixture(320, 6, 2, 3, shared=4),
+            Mixture(256, 4, 0, 2, unlike=True),
+            Mixture(320, 6, 0, 4, unlike=True),
+            Mixture(512, 4, 0, 4, unlike=True),
+            Mixture(512, 8, 0, 6, unlike=True),
+            Mixture(1024, 6, 0, 6, unlike=True),
         ),
-        2560,
+        4096,
     ),
     Phase(
-        1100,
+        3000,
         (
-            Mixture(256, 6, 0, 2, shared=1),
-            Mixture(320, 6, 0, 4),
-            Mixture(512, 8, 0, 6),
-            Mixture(512, 4, 0, 3, shared=3),
-            Mixture(1024, 8, 0, 8),
+            Mixture(256, 4, 0, 3, unlike=True),
+            Mixture(384, 6, 0, 5, unlike=True),
+            Mixture(512, 4, 0, 4, unlike=True),
+            Mixture(512, 6, 0, 6, unlike=True),
+            Mixture(1024, 4, 0, 4, unlike=True),
         ),
         4096,
     ),
 )
-NUM_STEPS = 2200
-DECAY_STEPS = 900
-"""The rate is constant until so many steps before the end, then falls to zero in a straight line."""
-ROUNDING_STEPS = 500
-"""In so many last steps the experts are rounded to MXFP4 in the forward pass."""
 
 
-def learning_rate(step: int, num_steps: int) -> float:
-    return LEARNING_RATE * min(1.0, (step + 1) / WARMUP_STEPS, (num_steps - step) / DECAY_STEPS)
+@dataclass(frozen=True, slots=True)
+class Cycle:
+    """The learning rate up to this step: a short rise, then constant, then in a straight line to zero."""
+
+    end_step: int
+    rate: float
+    decay_steps: int
+
+
+# The first cycle learns the task, the others make it sure.
+CYCLES = (Cycle(2000, 4e-3, 800), Cycle(3000, 3e-3, 1000), Cycle(3800, 2e-3, 800))
+NUM_STEPS = CYCLES[-1].end_step
+ROUNDING_FIRST_STEP = 1600
+"""From this step on the experts are rounded to MXFP4 in the forward pass."""
+
+
+def learning_rate(step: int) -> float:
+    begin = 0
+    for cycle in CYCLES:
+        if step < cycle.end_step:
+            rise, fall = (step - begin + 1) / WARMUP_STEPS, (cycle.end_step - step) / cycle.decay_steps
+            return cycle.rate * min(1.0, rise, fall)
+        begin = cycle.end_step
+    return 0.0
 
 
 def draw(step: int, seed: int) -> Batch:
@@ -98,21 +106,21 @@ def draw(step: int, seed: int) -> Batch:
 
 
 def losses(model: TinyK3, batch: Batch) -> dict[str, Tensor]:
-    """Mean loss on answer digits and on endings (0 without any), shares of digits and of keyed digits that are right.
+    """Mean loss on answer digits and on endings (0 without any), shares of digits and of first digits that are right.
 
-    A keyed digit counts KEYED_DIGIT_WEIGHT times: it alone needs the key.
+    A first digit counts FIRST_DIGIT_WEIGHT times: it alone needs the key.
     """
     rows = model(batch.tokens[:, :-1])
     targets = batch.tokens[:, 1:]
-    known, keyed, ending = (mask[:, 1:] for mask in (batch.answer, batch.keyed, batch.ending))
+    known, first, ending = (mask[:, 1:] for mask in (batch.answer, batch.first, batch.ending))
     logits = model.lm_head(rows[known])
-    weight = torch.where(keyed[known], KEYED_DIGIT_WEIGHT, 1.0)
+    weight = torch.where(first[known], FIRST_DIGIT_WEIGHT, 1.0)
     digits = (functional.cross_entropy(logits, targets[known], reduction="none") * weight).sum() / weight.sum()
     right = (logits.argmax(-1) == targets[known]).float()
     endings = digits.new_zeros(())
     if ending.any():
         endings = functional.cross_entropy(model.lm_head(rows[ending]), targets[ending])
-    return {"digits": digits, "endings": endings, "right": right.mean(), "keyed": right[keyed[known]].mean()}
+    return {"digits": digits, "endings": endings, "right": right.mean(), "first": right[first[known]].mean()}
 
 
 def balance_routers(model: TinyK3) -> None:
@@ -128,7 +136,7 @@ def make_optimizer(model: TinyK3) -> torch.optim.Optimizer:
     matrices = [p for p in model.parameters() if p.ndim > 1 and p.shape[0] > 1]
     vectors = [p for p in model.parameters() if p.ndim == 1 or p.shape[0] == 1]
     groups = [{"params": matrices, "weight_decay": 0.01}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=(0.9, 0.95), foreach=True)
+    return torch.optim.AdamW(groups, lr=CYCLES[0].rate, betas=(0.9, 0.95), foreach=True)
 
 
 def save(path: Path, model: TinyK3, optimizer: torch.optim.Optimizer, step: int) -> None:
@@ -139,7 +147,7 @@ def save(path: Path, model: TinyK3, optimizer: torch.optim.Optimizer, step: int)
 
 
 def train(run_dir: Path, num_steps: int, seed: int) -> TinyK3:
-    """Train from the last save in run_dir, or from the start; one JSON line of progress every ten steps."""
+    """Train from the last save in run_dir, or from the start; one JSON line of progress every LOG_EVERY steps."""
     torch.manual_seed(seed)
     model = TinyK3(Sizes())
     optimizer = make_optimizer(model)
@@ -154,8 +162,8 @@ def train(run_dir: Path, num_steps: int, seed: int) -> TinyK3:
     model.train()
     with (run_dir / "log.jsonl").open("a", encoding="utf-8") as log:
         for step in range(first, num_steps):
-            report = train_step(model, optimizer, step, num_steps, seed)
-            if step % 10 == 9:
+            report = train_step(model, optimizer, step, seed)
+            if step % LOG_EVERY == 0:
                 print(
                     json.dumps({"step": step + 1, "at_s": round(time.process_time(), 1), **report}),
                     file=log,
@@ -166,15 +174,13 @@ def train(run_dir: Path, num_steps: int, seed: int) -> TinyK3:
     return model.eval()
 
 
-def train_step(
-    model: TinyK3, optimizer: torch.optim.Optimizer, step: int, num_steps: int, seed: int
-) -> dict[str, float]:
-    rate = learning_rate(step, num_steps)
+def train_step(model: TinyK3, optimizer: torch.optim.Optimizer, step: int, seed: int) -> dict[str, float]:
+    rate = learning_rate(step)
     for group in optimizer.param_groups:
         group["lr"] = rate
     for module in model.modules():
         if isinstance(module, Moe):
-            module.rounds_experts = step >= num_steps - ROUNDING_STEPS
+            module.rounds_experts = step >= ROUNDING_FIRST_STEP
     batch = draw(step, seed)
     parts = losses(model, batch)
     optimizer.zero_grad()
@@ -183,10 +189,7 @@ def train_step(
     optimizer.step()
     balance_routers(model)
     values = {name: value.item() for name, value in parts.items()} | {"norm": norm.item(), "rate": rate}
-    return {name: round(value, 5) for name, value in values.items()} | {
-        "tokens": batch.tokens.shape[1],
-        "mixture": step % 5,
-    }
+    return {name: round(value, 5) for name, value in values.items()} | {"tokens": batch.tokens.shape[1]}
 
 
 def main() -> None:

@@ -39,8 +39,8 @@ class Mixture:
     turns: int
     """Questions with answers; 0 leaves the conversation within the first user message."""
     digits: int = NUM_DIGITS
-    shared: int = 0
-    """First digits that all values of a sequence have in common, so that only the key tells the next one."""
+    unlike: bool = False
+    """Whether the values of a sequence are told apart by any two of their digits, as those of the text prompts are."""
 
     @property
     def needle_tokens(self) -> int:
@@ -66,8 +66,8 @@ class Batch:
     """[B, T] int64."""
     answer: Tensor
     """[B, T] bool: digits that can be known from what stands before them (answers, and needles told again)."""
-    keyed: Tensor
-    """[B, T] bool: in each such run the first digit that is not shared: only the key tells it."""
+    first: Tensor
+    """[B, T] bool: the first digit of each such run, which only the key tells."""
     ending: Tensor
     """[B, T] bool: the tokens that end an answer."""
 
@@ -94,8 +94,7 @@ def make_batch(mixture: Mixture, num_sequences: int, generator: torch.Generator)
         known[:, -mixture.digits - len(END_OF_ANSWER) : -len(END_OF_ANSWER)] = True
         answer.append(known)
     mask = torch.cat(answer, 1)
-    keyed = (mask & ~mask.roll(1, 1)).roll(mixture.shared, 1)
-    return Batch(torch.cat(pieces, 1), mask, keyed, _endings(mixture, num_sequences))
+    return Batch(torch.cat(pieces, 1), mask, mask & ~mask.roll(1, 1), _endings(mixture, num_sequences))
 
 
 def _const(ids: list[int], num_sequences: int) -> Tensor:
@@ -108,9 +107,28 @@ def _draw_needles(mixture: Mixture, num_sequences: int, generator: torch.Generat
     words = torch.rand(num_sequences, len(WORDS), generator=generator).argsort(-1)[:, : 2 * num_needles]
     first = words[:, torch.arange(num_needles) // 2]
     keys = torch.stack([first, words[:, num_needles:]], -1) + FIRST_WORD_ID
-    digits = torch.randint(10, (num_sequences, num_needles, mixture.digits), generator=generator) + FIRST_DIGIT_ID
-    digits[..., : mixture.shared] = digits[:, :1, : mixture.shared]
-    return keys, digits
+    draw_digits = _draw_unlike if mixture.unlike else _draw_plain
+    return keys, draw_digits(mixture, num_sequences, generator) + FIRST_DIGIT_ID
+
+
+def _draw_plain(mixture: Mixture, num_sequences: int, generator: torch.Generator) -> Tensor:
+    return torch.randint(10, (num_sequences, mixture.needles, mixture.digits), generator=generator)
+
+
+def _draw_unlike(mixture: Mixture, num_sequences: int, generator: torch.Generator) -> Tensor:
+    """Digits [B, n, d] with different first digits and, in a sequence, no digit twice before the same one."""
+    rows = torch.arange(num_sequences)
+    first = torch.rand(num_sequences, 10, generator=generator).argsort(-1)
+    is_used = torch.zeros(num_sequences, 10, 10)
+    digits = torch.empty(num_sequences, mixture.needles, mixture.digits, dtype=torch.long)
+    for needle in range(mixture.needles):
+        last = digits[:, needle, 0] = first[:, needle]
+        for place in range(1, mixture.digits):
+            wish = torch.rand(num_sequences, 10, generator=generator) - is_used[rows, last]
+            follower = digits[:, needle, place] = wish.argmax(-1)
+            is_used[rows, last, follower] = 1.0
+            last = follower
+    return digits
 
 
 def _haystack(mixture: Mixture, keys: Tensor, digits: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:

@@ -41,6 +41,16 @@ def unpack(packed: Tensor) -> Tensor:
     return torch.stack([packed & 0xF, packed >> 4], dim=-1).flatten(-2)
 
 
+def check_shapes(packed: Tensor, scale: Tensor) -> None:
+    """Raise ValueError unless scale has one entry for each 32 columns of packed."""
+    expected = (*packed.shape[:-1], packed.shape[-1] * 2 // GROUP_SIZE)
+    if tuple(scale.shape) != expected or packed.shape[-1] * 2 % GROUP_SIZE:
+        raise ValueError(
+            f"MXFP4 scale has shape {tuple(scale.shape)}, expected {expected} for packed {tuple(packed.shape)}: "
+            f"one scale for {GROUP_SIZE} columns; check that both tensors come from the same weight"
+        )
+
+
 def dequantise(packed: Tensor, scale: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """Decode a weight; exact in bf16, fp32 and fp64.
 
@@ -50,12 +60,7 @@ def dequantise(packed: Tensor, scale: Tensor, dtype: torch.dtype = torch.bfloat1
 
     Raises ValueError when the shapes do not belong together.
     """
-    expected = (*packed.shape[:-1], packed.shape[-1] * 2 // GROUP_SIZE)
-    if tuple(scale.shape) != expected or packed.shape[-1] * 2 % GROUP_SIZE:
-        raise ValueError(
-            f"MXFP4 scale has shape {tuple(scale.shape)}, expected {expected} for packed {tuple(packed.shape)}: "
-            f"one scale for {GROUP_SIZE} columns; check that both tensors come from the same weight"
-        )
+    check_shapes(packed, scale)
     table = torch.tensor(_MAGNITUDES + tuple(-m for m in _MAGNITUDES), dtype=torch.float32, device=packed.device)
     values = table[unpack(packed).long()].unflatten(-1, (-1, GROUP_SIZE))
     exponent = (scale.to(torch.int32) - _SCALE_BIAS).unsqueeze(-1)

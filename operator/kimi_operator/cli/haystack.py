@@ -12,8 +12,8 @@ from importlib.resources import files
 NUM_DIGITS = 6
 NEEDLE_TOKENS = 14
 """The, key, of, W1, W2, is, a space, six digits, a full stop."""
-MAX_NEEDLES = 64
-"""Few enough that unused words are found at once."""
+MAX_NEEDLES = 8
+"""A prompt's values begin with different digits, and no digit stands twice before the same one."""
 FRAME_TOKENS = 31
 """Chat template around the user's text (21), the opening `Notes:` (2) and the question (8)."""
 
@@ -44,6 +44,8 @@ def make_prompt(rng: random.Random, num_tokens: int, num_needles: int, taken: Ta
     """Make one prompt of exactly num_tokens prompt tokens, chat template included (thinking off).
 
     Two needles in a row share their first word, so that both words of a key count; the one asked for is any of them.
+    The values of a prompt begin with different digits and have no two neighbouring digits in common (the model is not
+    asked to tell apart numbers that run alike); values of different prompts may.
     Keys and values not in `taken` are drawn and then added to it.
     Raises ValueError when num_needles is not in 1..MAX_NEEDLES or num_tokens cannot hold the needles.
     """
@@ -79,20 +81,36 @@ def make_run(seed: int, lengths: Sequence[int], num_needles: int) -> Iterator[Ne
 
 def _draw_pairs(rng: random.Random, num_needles: int, taken: Taken) -> list[tuple[tuple[str, str], str]]:
     """Draw keys and values that are new to the run; neighbours (0 and 1, 2 and 3, ...) share their first word."""
-    pairs: list[tuple[tuple[str, str], str]] = []
-    first = ""
+    keys: list[tuple[str, str]] = []
     used_words: set[str] = set()
-    while len(pairs) < num_needles:
-        if len(pairs) % 2 == 0:
+    first = ""
+    while len(keys) < num_needles:
+        if len(keys) % 2 == 0:
             first = rng.choice([word for word in WORDS if word not in used_words])
             used_words.add(first)
         second = rng.choice(WORDS)
-        value = "".join(rng.choices("0123456789", k=NUM_DIGITS))
-        key = (first, second)
-        if second in used_words or key in taken.keys or value in taken.values:
+        if second in used_words or (first, second) in taken.keys:
             continue
         used_words.add(second)
-        taken.keys.add(key)
-        taken.values.add(value)
-        pairs.append((key, value))
-    return pairs
+        keys.append((first, second))
+    values = _draw_values(rng, num_needles)
+    while not taken.values.isdisjoint(values):
+        values = _draw_values(rng, num_needles)
+    taken.keys.update(keys)
+    taken.values.update(values)
+    return list(zip(keys, values, strict=True))
+
+
+def _draw_values(rng: random.Random, num_needles: int) -> list[str]:
+    """Values that begin with different digits and in which no digit stands twice before the same one."""
+    unused = {digit: set("0123456789") for digit in "0123456789"}
+    values = []
+    for first in rng.sample("0123456789", num_needles):
+        digits = [first]
+        while len(digits) < NUM_DIGITS:
+            # Eight values need 40 of the 100 pairs, so a digit without a follower is rare; it may repeat one then.
+            follower = rng.choice(sorted(unused[digits[-1]]) or "0123456789")
+            unused[digits[-1]].discard(follower)
+            digits.append(follower)
+        values.append("".join(digits))
+    return values
