@@ -217,7 +217,8 @@ def test_nothing_lands_after_a_revoke(start: Start) -> None:
     new = decode.ask("revoke")
     decode.ask("fill", 1)
     untouched = decode.ask("digest", list(range(NUM_PAGES)), 0)
-    assert prefill.ask("wait", post, DEADLINE_S - 10).error
+    # The waking process may take the write in just before it revokes: then it has ended, and landed before the fill.
+    prefill.ask("wait", post, DEADLINE_S - 10)
     assert finished(prefill, prefill.ask("write", peer, write)).error
     prefill.ask("disconnect", peer)
     assert decode.ask("digest", list(range(NUM_PAGES)), 0) == untouched
