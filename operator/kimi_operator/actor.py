@@ -86,7 +86,8 @@ class Actor:
             body: Document = manifest.body
             key = ObjectKey(manifest.kind, manifest.namespace, manifest.name)
             was_known = self.store.get(key) is not None
-            await self._check_owner(owner, key)
+            if not body.get("immutable"):  # the name of one that is follows from its content
+                await self._check_owner(owner, key)
             if manifest.kind == "StatefulSet":
                 decision = by_name[manifest.name]
                 # One that the watch had not shown yet: what was decided for a missing group does not hold for it.

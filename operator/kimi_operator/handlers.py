@@ -70,6 +70,8 @@ def watch_settings(settings: OperatorSettings) -> kopf.OperatorSettings:
     watching.watching.connect_timeout = 30.0
     watching.watching.chunk_size = 500
     watching.networking.request_timeout = 60.0
+    # kopf keeps a task an object for this long after its last event; ours have nothing to remember.
+    watching.queueing.idle_timeout = 0.5
     for name in CHILD_KINDS:
         kind = KINDS[name]
         watching.watching.label_selectors[kind.group, kind.version, kind.plural] = DEPLOYMENT_LABEL

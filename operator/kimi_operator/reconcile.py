@@ -62,6 +62,7 @@ class Reconciler:
     node_grace_s: float
     witness: Witness = field(init=False)
     actor: Actor = field(init=False)
+    _desired: dict[ResourceKey, tuple[tuple[object, ...], Desired]] = field(default_factory=dict, init=False)
     _profiles: tuple[tuple[str, ...], Profiles] = field(default=((), Profiles({}, {})), init=False)
 
     def __post_init__(self) -> None:
@@ -73,6 +74,7 @@ class Reconciler:
         document = self.store.get(ObjectKey("KimiDeployment", *key))
         if document is None or document["metadata"].get("deletionTimestamp"):
             self.metrics.forget_groups(key)
+            self._desired.pop(key, None)
             return FORGET
         step = await self._decide(key, document)
         refused = None
@@ -93,7 +95,7 @@ class Reconciler:
     async def _decide(self, key: ResourceKey, document: Document) -> Step:
         now_s = time.time()
         seen = await self._observe(key, now_s)
-        desired = desire(document, self._read_profiles(), seen.nodes.values(), self.config, self.node_grace_s)
+        desired = self._desire(key, document, seen)
         scene = Scene(seen.nodes, now_s)
         if isinstance(desired, Refusal):
             wanted, policy, paused = keep_running(document, seen), GroupPolicy(), True
@@ -102,6 +104,19 @@ class Reconciler:
         decisions = decide_groups(wanted, seen.groups, scene, policy, paused=paused)
         rendered = None if isinstance(desired, Refusal) else desired.render(decisions)
         return Step(document, now_s, seen, desired, wanted, decisions, rendered)
+
+    def _desire(self, key: ResourceKey, document: Document, seen: Observed) -> Desired | Refusal:
+        """What is wanted; remembered until spec or profiles change, unless the nodes' labels choose the profile."""
+        profiles = self._read_profiles()
+        metadata = document["metadata"]
+        state = (metadata["uid"], metadata.get("generation"), self._profiles[0])
+        known = self._desired.get(key)
+        if known is not None and known[0] == state:
+            return known[1]
+        desired = desire(document, profiles, seen.nodes.values(), self.config, self.node_grace_s)
+        if isinstance(desired, Desired) and desired.inputs.spec.hardware.profile is not None:
+            self._desired[key] = (state, desired)
+        return desired
 
     async def _observe(self, key: ResourceKey, now_s: float) -> Observed:
         children, nodes = self.store.of_owner(key), self.store.of_kind("Node")
@@ -140,7 +155,8 @@ class Reconciler:
         self.metrics.set_groups(key, step.decisions)
         if status != before:
             await self.cluster.write_status(ObjectKey("KimiDeployment", *key), metadata["uid"], status)
-            news += news_of(before, status)
+            # A restart has been told with its group; that Ready is lost by it says nothing new.
+            news += [one for one in news_of(before, status) if not restarted or one.reason != Reason.GROUP_RESTARTING]
             log.info("status_changed", deployment=str(key), **_summary(status))
         await self.journal.write(step.document, news, step.now_s)
 

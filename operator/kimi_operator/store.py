@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from typing import Any, NamedTuple
 
 from kimi_operator.api.base import GROUP
 
+_SHARED_LENGTH = 80
 DEPLOYMENT_LABEL = f"{GROUP}/deployment"
 
 Document = Mapping[str, Any]
@@ -126,13 +128,22 @@ class Store:
 
 def trim(document: Document) -> Document:
     """What this operator reads of an object: watches deliver whole ones, and ten thousand pods must fit."""
-    kind = document["kind"]
-    if kind == "Pod":
-        return _trim_pod(document)
-    if kind == "Node":
-        return _trim_node(document)
+    if document["kind"] == "Pod":
+        document = _trim_pod(document)
+    elif document["kind"] == "Node":
+        document = _trim_node(document)
     metadata = {name: value for name, value in document["metadata"].items() if name != "managedFields"}
-    return {**document, "metadata": metadata}
+    shared: Document = _shared({**document, "metadata": metadata})
+    return shared
+
+
+def _shared(value: Any) -> Any:
+    """The same content, in which equal short strings are one object: documents are alike in nearly all of theirs."""
+    if isinstance(value, Mapping):
+        return {sys.intern(name): _shared(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_shared(inner) for inner in value]
+    return sys.intern(value) if type(value) is str and len(value) <= _SHARED_LENGTH else value
 
 
 _POD_METADATA = (
