@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from kimi_operator.api.status import GroupState
 from kimi_operator.decide.evidence import Scene
 from kimi_operator.decide.groups import GroupDecision, GroupPolicy, GroupWanted, Stamp
-from kimi_operator.decide.rollout import decide_groups, surplus
+from kimi_operator.decide.rollout import decide_groups
 from kimi_operator.observe import Ended, GroupSeen, NodeSeen, PodSeen
 from kimi_operator.render.names import GroupKey, stateful_set_name
 
@@ -63,10 +63,10 @@ class SimulatedCluster:
                 self._delete(key, pod, decision.grace_s)
             for pod in decision.force_delete:
                 self._remove(key, pod)
-        for group in surplus(self.wanted, seen, OWNER):
-            for pod in list(self.sets[group.key].pods.values()):
-                self._remove(group.key, pod)
-            del self.sets[group.key]
+        for key in set(self.sets) - set(self.decisions):
+            for pod in list(self.sets[key].pods.values()):
+                self._remove(key, pod)
+            del self.sets[key]
 
     def _group_seen(self, key: GroupKey) -> GroupSeen:
         going = tuple(replace(pod, deleting=True) for _, pod, owner, _ in self.leaving if owner == key)
