@@ -16,8 +16,8 @@ ROOT = Path(__file__).parents[2]
 PATIENT_S = 900
 KILL_ONE_RANK = """
 import os, pathlib, signal
-ranks = [p for p in pathlib.Path('/proc').iterdir() if p.name.isdigit() and b'ranks' in (p / 'cmdline').read_bytes()]
-os.kill(max(int(p.name) for p in ranks), signal.SIGKILL)
+comms = {int(p.parent.name): p.read_text().strip() for p in pathlib.Path('/proc').glob('[0-9]*/comm')}
+os.kill(next(pid for pid, comm in comms.items() if comm == 'kimi-rank-1'), signal.SIGKILL)
 """
 
 
