@@ -37,7 +37,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--questions", type=int, default=200, help="questions a length")
-    parser.add_argument("--needles", type=int, default=6, help="needles a prompt")
+    parser.add_argument("--needles", type=int, default=2, help="needles a prompt")
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
     parser.add_argument("--seed", type=int, default=2026)
     parser.add_argument("--threads", type=int, default=2)
