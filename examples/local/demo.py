@@ -7,6 +7,7 @@ The end-to-end test runs the same functions.
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -80,20 +81,23 @@ def wait_ready(cluster: Kube, timeout_s: float = READY_TIMEOUT_S, step: Step | N
 def reference(cluster: Kube) -> Iterator[str]:
     """Serve the same checkpoint from one process beside the cluster; yields its URL."""
     argv = [str(BIN / "kimi-worker"), "serve", "--standalone", str(CHECKPOINT), "--port", str(REFERENCE_PORT)]
-    process = cluster.popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     url = f"http://127.0.0.1:{REFERENCE_PORT}"
     probe = f"import urllib.request; urllib.request.urlopen('{url}/ready', timeout=10)"
-    try:
+    # A file, not a pipe: nobody reads while it serves, and a full pipe would stop it.
+    with tempfile.TemporaryFile("w+") as log:
+        process = cluster.popen(argv, stdout=log, stderr=log, text=True)
 
         def is_ready() -> bool:
             if process.poll() is not None:
-                raise LocalClusterError(f"the single process ended: {process.stderr.read()[-500:]}")
+                log.seek(0)
+                raise LocalClusterError(f"the single process ended: {log.read()[-500:]}")
             return cluster.exec([sys.executable, "-S", "-c", probe], check=False, timeout_s=120).returncode == 0
 
-        cluster.wait_for("the single process serves", is_ready, timeout_s=300)
-        yield url
-    finally:
-        end_process(process)
+        try:
+            cluster.wait_for("the single process serves", is_ready, timeout_s=300)
+            yield url
+        finally:
+            end_process(process)
 
 
 @contextmanager

@@ -38,7 +38,7 @@ def needle(  # noqa: PLR0913 - the options of a command
     concurrency: str = "1,8,16,32",
     min_tokens: int = 256,
     max_tokens: int = 4096,
-    needles: int = 4,
+    needles: int = 2,
     seed: int = 0,
     model: str | None = None,
     logprob_bound: float = 0.01,
