@@ -102,6 +102,12 @@ def web(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     with temporary_namespace(cluster, "web") as namespace:
         cluster.apply(web_manifests(folder), namespace=namespace)
         cluster.wait_for("four ready pods", lambda: ready_replicas(cluster, namespace) == 4)
+        # Each node's kube-proxy learns of ready pods a moment after the StatefulSet does.
+        answers = fetch(f"http://web-any.{namespace}.svc.cluster.local/needle")
+        cluster.wait_for(
+            "the service on every node",
+            lambda: all(cluster.kubectl("exec", "-n", namespace, f"web-{at}", "--", *answers) for at in range(4)),
+        )
         yield namespace
 
 

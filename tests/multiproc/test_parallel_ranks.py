@@ -3,12 +3,13 @@
 Run as a script, this file is the rank processes: it imports torch once and forks one child a rank.
 """
 
+import contextlib
 import importlib.util
 import json
 import math
 import os
 import random
-import socket
+import signal
 import subprocess
 import sys
 import time
@@ -25,6 +26,7 @@ from kimi_worker.parallel.groups import CollectiveError, Groups, Rendezvous, con
 from kimi_worker.parallel.ranks import RankPlace, place
 from kimi_worker.protocol.step import SequenceStep, StepPlan
 from kimi_worker.settings import ParallelSettings, WorkerSettings
+from ports import free_ports
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(500)]
 
@@ -94,7 +96,7 @@ def run_rank(job: Job, rank: int) -> None:
 
 
 def main(path: str) -> None:
-    """Fork the ranks and exit with the first status that is not 0."""
+    """Fork the ranks and exit with status 1 when one of them failed."""
     job = Job(**json.loads(Path(path).read_text()))
     children = []
     for rank in range(ParallelSettings.model_validate(job.parallel).world_size):
@@ -103,8 +105,16 @@ def main(path: str) -> None:
             run_rank(job, rank)
             os._exit(0)
         children.append(pid)
-    statuses = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
-    sys.exit(next((status for status in statuses if status), 0))
+    statuses = []
+    while children:
+        pid, status = os.wait()
+        children.remove(pid)
+        statuses.append(os.waitstatus_to_exitcode(status))
+        if statuses[-1] and not job.dies:
+            # Nobody planned this end, so the others would only wait for their timeouts.
+            for child in children:
+                os.kill(child, signal.SIGKILL)
+    sys.exit(next((1 for status in statuses if status), 0))
 
 
 # --- the tests -------------------------------------------------------------------------------------------------------
@@ -127,12 +137,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
 def run_group(job: Job) -> int:
     """Run the ranks to their end and return the exit status; nothing is left running."""
     path = Path(job.out, "job.json")
@@ -145,12 +149,16 @@ def run_group(job: Job) -> int:
         stderr=subprocess.PIPE,
         text=True,
     )
-    try:
-        _, errors = process.communicate(timeout=JOB_TIMEOUT_S)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, 9)
-            process.wait()
+    with process:
+        try:
+            _, errors = process.communicate(timeout=JOB_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            _, errors = process.communicate()
+            pytest.fail(f"rank processes had not ended after {JOB_TIMEOUT_S:.0f} s:\n{errors}")
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
     if process.returncode and not job.dies:
         pytest.fail(f"rank processes ended with status {process.returncode}:\n{errors}")
     return process.returncode
@@ -209,7 +217,7 @@ def test_group_equals_one_process(shape: str, checkpoint: str, tmp_path: Path) -
         for lane, load in enumerate(loads)
     ]
     plans = [[msgspec.to_builtins(load[step]) for load in loads] for step in range(13)]
-    run_group(Job(checkpoint, str(tmp_path), free_port(), parallel, plans))
+    run_group(Job(checkpoint, str(tmp_path), *free_ports(1), parallel, plans))
     differences = []
     for lane, load in enumerate(loads):
         leader = lane * parallel["tensor_parallel"]
@@ -246,7 +254,7 @@ def renumbered(load: list[StepPlan]) -> list[StepPlan]:
 def test_a_dead_rank_ends_the_others_promptly(checkpoint: str, tmp_path: Path) -> None:
     load = renumbered(random_load(seed=1, num_steps=8))
     plans = [[msgspec.to_builtins(plan)] * 2 for plan in load]
-    status = run_group(Job(checkpoint, str(tmp_path), free_port(), SHAPES["EP4, TP2"], plans, dies={"3": 4}))
+    status = run_group(Job(checkpoint, str(tmp_path), *free_ports(1), SHAPES["EP4, TP2"], plans, dies={"3": 4}))
     assert status != 0
     for rank in range(3):
         outcome = json.loads((tmp_path / f"error-{rank}.json").read_text())
@@ -256,7 +264,7 @@ def test_a_dead_rank_ends_the_others_promptly(checkpoint: str, tmp_path: Path) -
 
 
 def test_a_missing_rank_is_named_at_the_start() -> None:
-    meeting = Rendezvous("127.0.0.1", free_port(), "127.0.0.1", 1, "gloo", 1.0, 5.0)
+    meeting = Rendezvous("127.0.0.1", *free_ports(1), "127.0.0.1", 1, "gloo", 1.0, 5.0)
     with pytest.raises(CollectiveError, match=r"rank 0 \(generation 1\): ranks \[1\] of 2 were not present within 1 s"):
         connect(RankPlace(0, 2, 2, 1), torch.device("cpu"), meeting)
 

@@ -10,7 +10,8 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from worker_pods import Answer, LaneClient, Pod, Pods, alive, free_ports, pod_settings, wait_until
+from ports import free_ports
+from worker_pods import Answer, LaneClient, Pod, Pods, alive, pod_settings, wait_until
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(600)]
 

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -33,6 +32,7 @@ from kimi_worker.protocol.engine import (
     Watch,
     api_socket,
 )
+from ports import free_ports
 
 START_S = 300.0
 """For a pod to become ready on a machine that is busy with other things; alone it takes a few seconds."""
@@ -65,13 +65,6 @@ def write_random_checkpoint(folder: Path) -> None:
     names = ["[BOS]", "[EOS]", "<|end_of_msg|>", "<|open|>", "<|close|>", "<|sep|>"]
     added = {str(FIRST_SPECIAL + at): {"content": name, "special": True} for at, name in enumerate(names)}
     (folder / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": added, "eos_token": "[EOS]"}))
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody uses now, different ones."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [server.getsockname()[1] for server in sockets]
 
 
 def wait_until(condition: Callable[[], object], timeout_s: float, what: str) -> None:
