@@ -201,7 +201,7 @@ def machine() -> dict[str, str | int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--output", type=Path, help="write the figures here as JSON")
     parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument("--tls", default="tcp,all", help="values of UCX_TLS; between pods only tcp applies")
     arguments = parser.parse_args()
@@ -218,8 +218,8 @@ def main() -> None:
             f"{row['median_ours_ms']:8.2f} {row['median_bare_ms']:8.2f}",
             flush=True,
         )
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"machine": machine(), "handoff": rows}, indent=1) + "\n")
+    if arguments.output:
+        arguments.output.write_text(json.dumps({"machine": machine(), "handoff": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
