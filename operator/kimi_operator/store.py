@@ -132,6 +132,8 @@ def trim(document: Document) -> Document:
         document = _trim_pod(document)
     elif document["kind"] == "Node":
         document = _trim_node(document)
+    elif document["kind"] in _STATUS_READ:
+        document = {**document, "status": _pick(document.get("status", {}), _STATUS_READ[document["kind"]])}
     metadata = {name: value for name, value in document["metadata"].items() if name != "managedFields"}
     shared: Document = _shared({**document, "metadata": metadata})
     return shared
@@ -145,6 +147,14 @@ def _shared(value: Any) -> Any:
         return [_shared(inner) for inner in value]
     return sys.intern(value) if type(value) is str and len(value) <= _SHARED_LENGTH else value
 
+
+_STATUS_READ: dict[str, tuple[str, ...]] = {
+    "StatefulSet": (),
+    "Service": (),
+    "PodDisruptionBudget": (),
+    "Deployment": ("readyReplicas", "updatedReplicas", "observedGeneration"),
+}
+"""Children's status is their controllers' business: what is not read must not wake anyone when it changes."""
 
 _POD_METADATA = (
     "name",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field, StringConstraints
+from pydantic import ConfigDict, Field, JsonValue, StringConstraints
 
 from kimi_operator.api.base import ApiModel
 from kimi_operator.api.conditions import ConditionType, Reason
@@ -14,6 +14,8 @@ Count = Annotated[int, Field(ge=0)]
 Text = Annotated[str, StringConstraints(max_length=1024)]
 ShortText = Annotated[str, StringConstraints(max_length=253)]
 Time = Annotated[str, StringConstraints(max_length=64)]
+ONE_VALUE: dict[str, JsonValue] = {"x-kubernetes-map-type": "atomic"}
+"""Has one writer and is replaced as a whole: otherwise the API server tracks an owner for each field below it."""
 
 
 class StatusModel(ApiModel):
@@ -53,6 +55,19 @@ class Failure(StatusModel):
     message: Annotated[str, StringConstraints(max_length=2048)] = Field(description="What the pod said last.")
 
 
+class MeasuredFabric(StatusModel):
+    """What the decode pods of a group report about test writes between their lanes and those of prefill."""
+
+    peers: Count = Field(description="Pairs of a decode pod and a prefill lane.")
+    verified: Count = Field(description="Pairs whose pattern was written, and read back equal.")
+    error: Text = Field(default="", description="What the first pod that failed says, after its name.")
+
+    @property
+    def is_verified(self) -> bool:
+        """Whether there are peers and all of them are reached."""
+        return not self.error and self.verified >= self.peers > 0
+
+
 class MeasuredPools(StatusModel):
     """What the workers of a group report once loaded; the smallest lane counts."""
 
@@ -60,6 +75,7 @@ class MeasuredPools(StatusModel):
     num_state_slots: Count = Field(description="State slots of a lane.")
     max_num_seqs: Count = Field(description="Running requests a lane.")
     weights_bytes: Count = Field(description="Weights of the fullest rank, in bytes.")
+    fabric: MeasuredFabric | None = Field(default=None, description="Test writes; absent where none are made.")
 
 
 class GroupStatus(StatusModel):
@@ -147,8 +163,12 @@ class KimiDeploymentStatus(StatusModel):
         json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]},
     )
     revision: ShortText = Field(default="", description="Revision of the whole: changes when any pod must change.")
-    plan: PlanStatus | None = Field(default=None, description="What the planner derived; absent when nothing fits.")
-    prefill: RoleStatus = Field(default_factory=RoleStatus, description="Prefill groups.")
-    decode: RoleStatus = Field(default_factory=RoleStatus, description="Decode groups.")
+    plan: PlanStatus | None = Field(
+        default=None,
+        description="What the planner derived; absent when nothing fits.",
+        json_schema_extra=ONE_VALUE,
+    )
+    prefill: RoleStatus = Field(default_factory=RoleStatus, description="Prefill groups.", json_schema_extra=ONE_VALUE)
+    decode: RoleStatus = Field(default_factory=RoleStatus, description="Decode groups.", json_schema_extra=ONE_VALUE)
     router: RouterStatus = Field(default_factory=RouterStatus, description="Router pods.")
     url: ShortText = Field(default="", description="Where the OpenAI API answers, inside the cluster.")
