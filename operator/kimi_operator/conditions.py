@@ -7,10 +7,11 @@ from typing import Literal, NamedTuple
 
 from kimi_operator.api.conditions import ConditionType, Reason
 from kimi_operator.api.deployment import Role
-from kimi_operator.api.status import Condition, GroupState
+from kimi_operator.api.status import Condition, GroupState, MeasuredFabric
 from kimi_operator.decide.blocked import is_about_checkpoint
 from kimi_operator.decide.groups import GroupDecision
 from kimi_operator.look import Look
+from kimi_operator.render.names import API_PORT
 from kimi_operator.times import format_time
 
 DRIFT = 0.02
@@ -58,7 +59,7 @@ def _findings(look: Look) -> dict[ConditionType, Finding]:
         ConditionType.PREFILL_READY: roles[Role.PREFILL],
         ConditionType.DECODE_READY: roles[Role.DECODE],
         ConditionType.ROUTER_READY: router,
-        ConditionType.FABRIC_VERIFIED: Finding("Unknown", Reason.NOT_CHECKED, "the fabric is not measured"),
+        ConditionType.FABRIC_VERIFIED: _fabric_verified(look),
         ConditionType.WEIGHTS_READY: _weights_ready(look),
         ConditionType.CAPACITY_AVAILABLE: _capacity_available(look),
         ConditionType.SCALING_ACTIVE: Finding("False", Reason.FIXED_GROUPS, "the spec sets the number of groups"),
@@ -67,12 +68,18 @@ def _findings(look: Look) -> dict[ConditionType, Finding]:
     }
 
 
+_NEEDS_A_PERSON = frozenset({Reason.RESTART_BUDGET_EXHAUSTED, Reason.NAME_CONFLICT, Reason.PODS_REFUSED})
+"""Reasons of groups that time alone will not mend."""
+
 _WORST_FIRST = (
     Reason.NAME_CONFLICT,
     Reason.RESTART_BUDGET_EXHAUSTED,
+    Reason.PODS_REFUSED,
     Reason.WEIGHTS_MISSING,
     Reason.IMAGE_UNAVAILABLE,
     Reason.INSUFFICIENT_CAPACITY,
+    Reason.UNSCHEDULABLE,
+    Reason.NODE_LOST,
     Reason.GROUP_RESTARTING,
     Reason.PODS_NOT_READY,
     Reason.UPDATING,
@@ -161,7 +168,7 @@ def _stalled(look: Look) -> Finding:
         if refusal is not None:
             return Finding("True", refusal.reason, refusal.message)
     for decision in look.decisions.values():
-        if decision.reason in (Reason.RESTART_BUDGET_EXHAUSTED, Reason.NAME_CONFLICT):
+        if decision.reason in _NEEDS_A_PERSON:
             where = f"{decision.key.role} group {decision.key.group}"
             return Finding("True", decision.reason, f"{where}: {decision.message}")
     return Finding("False", Reason.AS_DESIRED)
@@ -172,9 +179,7 @@ def _progressing(look: Look, stalled: Finding) -> Finding:
         leaving = any(one.state is GroupState.DRAINING for one in look.decisions.values())
         return Finding("True" if leaving else "False", Reason.SUSPENDED, "spec.suspend is true")
     moving = [
-        one
-        for one in look.decisions.values()
-        if not look.is_ready(one.key) and one.reason not in (Reason.RESTART_BUDGET_EXHAUSTED, Reason.NAME_CONFLICT)
+        one for one in look.decisions.values() if not look.is_ready(one.key) and one.reason not in _NEEDS_A_PERSON
     ]
     outdated = [one for one in moving if one.state is GroupState.READY]
     if look.is_paused and moving and len(outdated) == len(moving):
@@ -191,7 +196,48 @@ def _plan_resolved(look: Look) -> Finding:
     drift = _pool_drift(look)
     if drift:
         return Finding("True", Reason.POOLS_DIFFER, "; ".join(text for text, _ in drift))
+    if unread := _unread(look):
+        message = (
+            f"the pools of {unread} cannot be read: port {API_PORT} of its pods must answer the operator "
+            "(NetworkPolicy?); its log names the pod and the error"
+        )
+        return Finding("True", Reason.POOLS_UNREAD, message)
     return Finding("True", Reason.PLAN_FITS, look.plan.decode.binds if look.plan else "")
+
+
+def _unread(look: Look, *roles: Role) -> str:
+    """The first ready group whose pods have not all told their pools; of these roles, or of any."""
+    missing = [
+        key
+        for key, one in sorted(look.decisions.items())
+        if one.state is GroupState.READY and key not in look.measured and key.role in (roles or tuple(Role))
+    ]
+    return f"{missing[0].role} group {missing[0].group}" if missing else ""
+
+
+def _fabric_verified(look: Look) -> Finding:
+    if look.is_suspended:
+        return Finding("Unknown", Reason.SUSPENDED, "no group runs")
+    if not all(any(one.state is GroupState.READY for one in look.of(role)) for role in Role):
+        return Finding("Unknown", Reason.GROUPS_STARTING, "needs a ready group of both roles")
+    if unread := _unread(look, Role.DECODE):
+        return Finding("Unknown", Reason.POOLS_UNREAD, f"{unread} does not answer the operator")
+    return _fabric_told({key.group: one.fabric for key, one in look.measured.items() if key.role is Role.DECODE})
+
+
+def _fabric_told(told: Mapping[int, MeasuredFabric | None]) -> Finding:
+    """What the decode groups, by index, say of test writes; True when all have reached every prefill lane."""
+    fabrics = {group: fabric for group, fabric in sorted(told.items()) if fabric is not None}
+    for group, fabric in fabrics.items():
+        if fabric.error:
+            return Finding("False", Reason.FABRIC_FAILED, f"decode group {group}: {fabric.error}")
+    if len(fabrics) < len(told):
+        return Finding("Unknown", Reason.NOT_CHECKED, "the workers make no test writes")
+    verified, peers = sum(one.verified for one in fabrics.values()), sum(one.peers for one in fabrics.values())
+    message = f"{verified} of {peers} pairs of a decode pod and a prefill lane"
+    if all(fabric.is_verified for fabric in fabrics.values()):
+        return Finding("True", Reason.FABRIC_VERIFIED, message)
+    return Finding("Unknown", Reason.FABRIC_CHECKING, message)
 
 
 def _pool_drift(look: Look) -> list[tuple[str, bool]]:
@@ -241,7 +287,9 @@ def _weights_ready(look: Look) -> Finding:
 
 def _capacity_available(look: Look) -> Finding:
     if look.shortage is not None:
-        return Finding("False", Reason.INSUFFICIENT_CAPACITY, look.shortage)
+        refused = {one.reason for one in look.decisions.values()}
+        is_full = Reason.INSUFFICIENT_CAPACITY in refused or Reason.UNSCHEDULABLE not in refused
+        return Finding("False", Reason.INSUFFICIENT_CAPACITY if is_full else Reason.UNSCHEDULABLE, look.shortage)
     if look.is_suspended:
         return Finding("Unknown", Reason.SUSPENDED, "no group runs")
     pods = [pod for group in look.seen.groups.values() for pod in group.current]

@@ -1,16 +1,20 @@
-"""Asks ready workers for their real pools, once a pod: they do not change after loading."""
+"""Asks ready workers for their real pools, once a pod, and for the fabric until it is verified.
+
+Pools do not change after loading. The fabric is asked about anew when other prefill pods are there.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import aiohttp
 import structlog
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from kimi_operator.api.status import GroupState, MeasuredPools
+from kimi_operator.api.deployment import Role
+from kimi_operator.api.status import GroupState, MeasuredFabric, MeasuredPools
 from kimi_operator.decide.groups import GroupDecision
 from kimi_operator.observe import GroupSeen, PodSeen
 from kimi_operator.render.names import API_PORT, GroupKey
@@ -33,11 +37,40 @@ class _Memory(BaseModel):
     weights_bytes: int = 0
 
 
+class _Fabric(BaseModel):
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    peers: int
+    verified: int
+    error: str | None = None
+
+
 class _State(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True)
 
-    lanes: tuple[_Lane, ...]
+    deployment: str
+    role: str
+    group: str
+    generation: int
+    lanes: tuple[_Lane, ...] = Field(min_length=1)
     memory: _Memory = _Memory()
+    fabric: _Fabric | None = None
+    """Absent from a worker that makes no test writes."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Report:
+    """What a pod said, and while which prefill pods were there."""
+
+    pools: MeasuredPools
+    peers: frozenset[str]
+
+    def is_final(self, key: GroupKey, peers: frozenset[str]) -> bool:
+        """Whether asking again could tell nothing new."""
+        fabric = self.pools.fabric
+        if key.role is Role.PREFILL or fabric is None:
+            return True
+        return fabric.is_verified and self.peers == peers
 
 
 @dataclass(slots=True)
@@ -45,30 +78,46 @@ class PoolReader:
     """Remembers what each pod reported, by its uid."""
 
     session: aiohttp.ClientSession
-    _known: dict[str, MeasuredPools] = field(default_factory=dict)
+    _known: dict[str, _Report] = field(default_factory=dict)
 
     async def read(
         self, groups: Mapping[GroupKey, GroupSeen], decisions: Mapping[GroupKey, GroupDecision]
     ) -> dict[GroupKey, MeasuredPools]:
         """The smallest pools of each ready group. A pod that does not answer leaves its group out until it does."""
-        ready = {key: groups[key] for key, one in decisions.items() if one.state is GroupState.READY and key in groups}
-        unknown = [pod for group in ready.values() for pod in group.current if pod.uid not in self._known and pod.ip]
-        await asyncio.gather(*(self._ask(pod) for pod in unknown))
+        ready = _ready(groups, decisions)
+        peers = _peers(ready)
+        await asyncio.gather(*(self._ask(group, pod, peers) for group, pod in self._open(ready, peers)))
         reports = {key: self._reports(group) for key, group in ready.items()}
-        return {key: _smallest(found) for key, found in reports.items() if found}
+        return {key: _together(found) for key, found in reports.items() if found}
+
+    def has_open_questions(
+        self, groups: Mapping[GroupKey, GroupSeen], decisions: Mapping[GroupKey, GroupDecision]
+    ) -> bool:
+        """Whether another reading may tell more."""
+        ready = _ready(groups, decisions)
+        return any(True for _ in self._open(ready, _peers(ready)))
 
     def forget_except(self, uids: Iterable[str]) -> None:
         """Drop the reports of pods that are gone."""
         alive = set(uids)
         self._known = {uid: report for uid, report in self._known.items() if uid in alive}
 
-    def _reports(self, group: GroupSeen) -> list[MeasuredPools]:
+    def _open(self, ready: Mapping[GroupKey, GroupSeen], peers: frozenset[str]) -> Iterator[tuple[GroupSeen, PodSeen]]:
+        for key, group in ready.items():
+            for pod in group.current:
+                known = self._known.get(pod.uid)
+                if known is None or not known.is_final(key, peers):
+                    yield group, pod
+
+    def _reports(self, group: GroupSeen) -> list[tuple[PodSeen, MeasuredPools]]:
         """What all pods of a group reported; nothing while one is missing."""
-        known = [self._known[pod.uid] for pod in group.current if pod.uid in self._known]
+        known = [(pod, self._known[pod.uid].pools) for pod in group.current if pod.uid in self._known]
         return known if len(known) == len(group.current) else []
 
-    async def _ask(self, pod: PodSeen) -> None:
-        host = f"[{pod.ip}]" if ":" in (pod.ip or "") else pod.ip
+    async def _ask(self, group: GroupSeen, pod: PodSeen, peers: frozenset[str]) -> None:
+        if not pod.ip:
+            return
+        host = f"[{pod.ip}]" if ":" in pod.ip else pod.ip
         try:
             timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
             async with self.session.get(f"http://{host}:{API_PORT}/state", timeout=timeout) as answer:
@@ -77,19 +126,54 @@ class PoolReader:
         except (aiohttp.ClientError, TimeoutError, OSError, ValidationError) as error:
             log.info("state_not_read", pod=pod.name, error=repr(error))
             return
-        if state.lanes:
-            self._known[pod.uid] = MeasuredPools(
-                num_pages=min(lane.num_pages for lane in state.lanes),
-                num_state_slots=min(lane.num_slots for lane in state.lanes),
-                max_num_seqs=min(lane.max_num_seqs for lane in state.lanes),
-                weights_bytes=state.memory.weights_bytes,
-            )
+        answered = f"{state.deployment}-{state.role}-{state.group} generation {state.generation}"
+        # On the node's network, another pod may have the address and the port.
+        if answered != f"{pod.name.rpartition('-')[0]} generation {group.generation}":
+            log.warning("state_of_another_pod", pod=pod.name, address=pod.ip, answered=answered)
+            return
+        self._known[pod.uid] = _Report(_pools(state), peers)
 
 
-def _smallest(reports: list[MeasuredPools]) -> MeasuredPools:
+def _pools(state: _State) -> MeasuredPools:
+    fabric = state.fabric
     return MeasuredPools(
-        num_pages=min(report.num_pages for report in reports),
-        num_state_slots=min(report.num_state_slots for report in reports),
-        max_num_seqs=min(report.max_num_seqs for report in reports),
-        weights_bytes=max(report.weights_bytes for report in reports),
+        num_pages=min(lane.num_pages for lane in state.lanes),
+        num_state_slots=min(lane.num_slots for lane in state.lanes),
+        max_num_seqs=min(lane.max_num_seqs for lane in state.lanes),
+        weights_bytes=state.memory.weights_bytes,
+        fabric=MeasuredFabric(
+            peers=max(0, fabric.peers), verified=max(0, fabric.verified), error=(fabric.error or "")[:1024]
+        )
+        if fabric
+        else None,
+    )
+
+
+def _ready(
+    groups: Mapping[GroupKey, GroupSeen], decisions: Mapping[GroupKey, GroupDecision]
+) -> dict[GroupKey, GroupSeen]:
+    return {key: groups[key] for key, one in decisions.items() if one.state is GroupState.READY and key in groups}
+
+
+def _peers(ready: Mapping[GroupKey, GroupSeen]) -> frozenset[str]:
+    """Uids of the prefill pods that decode pods write to and from."""
+    return frozenset(pod.uid for key, group in ready.items() if key.role is Role.PREFILL for pod in group.current)
+
+
+def _together(reports: list[tuple[PodSeen, MeasuredPools]]) -> MeasuredPools:
+    """The smallest pools, and the sums of what the pods said of the fabric with the first error."""
+    pools = [report for _, report in reports]
+    fabrics = [(pod, report.fabric) for pod, report in reports if report.fabric is not None]
+    errors = [f"{pod.name}: {fabric.error}"[:1024] for pod, fabric in fabrics if fabric.error]
+    fabric = MeasuredFabric(
+        peers=sum(one.peers for _, one in fabrics),
+        verified=sum(one.verified for _, one in fabrics),
+        error=errors[0] if errors else "",
+    )
+    return MeasuredPools(
+        num_pages=min(report.num_pages for report in pools),
+        num_state_slots=min(report.num_state_slots for report in pools),
+        max_num_seqs=min(report.max_num_seqs for report in pools),
+        weights_bytes=max(report.weights_bytes for report in pools),
+        fabric=fabric if fabrics else None,
     )

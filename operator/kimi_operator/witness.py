@@ -1,8 +1,10 @@
-"""Looks that the watches do not bring, taken only when something hangs: volume events, and GPUs that others hold."""
+"""Looks that the watches do not bring, taken only when something hangs: events, and GPUs that others hold."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import structlog
@@ -14,9 +16,21 @@ from kimi_operator.store import Document, Store
 from kimi_operator.times import parse_time
 
 PATIENCE_S = 10.0
-"""A pod makes its containers within this time, or somebody should ask why not."""
+"""A StatefulSet makes its pods, and a pod its containers, within this time, or somebody should ask why not."""
 KEEP_S = 30.0
 """How long an answer counts."""
+ALIKE_S = 150.0
+"""Events within this time of the latest tell of the same trouble: the kubelet tries again every two minutes."""
+FORGET_S = 3600.0
+_REASONS = {
+    "Pod": frozenset({"FailedMount", "FailedMapVolume", "FailedAttachVolume", "FailedCreatePodSandBox"}),
+    "StatefulSet": frozenset({"FailedCreate"}),
+}
+"""Reasons of events that say why, by kind of what hangs."""
+# The kubelet's summary of volumes that time ran out for; what it says about the one at fault says more.
+_SUMMARY = "Unable to attach or mount volumes"
+# Names of sandboxes and containers: each attempt has another, and a message must not change at rest.
+_RANDOM_ID = re.compile(r"\b[0-9a-f]{32,}\b")
 log = structlog.get_logger()
 
 
@@ -26,17 +40,29 @@ class Witness:
 
     cluster: Cluster
     store: Store
-    _mounts: dict[str, tuple[float, str]] = field(default_factory=dict)
+    _words: dict[str, tuple[float, str]] = field(default_factory=dict)
     _gpus: dict[str, tuple[float, dict[str, int]]] = field(default_factory=dict)
+    _whole: dict[str, float] = field(default_factory=dict)
+    """When a StatefulSet, by uid, was last seen with all its pods."""
 
     async def mount_failures(self, children: Iterable[Document], now_s: float) -> dict[str, str]:
-        """By uid of each pod that hangs before its containers are made: what the kubelet says about its volumes."""
-        hanging = {child["metadata"]["uid"]: child for child in children if is_hanging(child, now_s)}
-        for uid, pod in hanging.items():
-            if now_s - self._mounts.get(uid, (0.0, ""))[0] > KEEP_S:
-                self._mounts[uid] = (now_s, await self._ask_events(pod))
-        self._mounts = {uid: entry for uid, entry in self._mounts.items() if now_s - entry[0] < 10 * KEEP_S}
-        return {uid: self._mounts[uid][1] for uid in hanging}
+        """What events say about whatever hangs, by uid.
+
+        Of each pod that has a node and no container: why its volumes or its network are not there. Of each
+        StatefulSet that misses pods: why the API server refuses them.
+        """
+        children = list(children)
+        self._note_whole(children, now_s)
+        hanging = {child["metadata"]["uid"]: child for child in self._hanging(children, now_s)}
+        for uid, child in hanging.items():
+            if now_s - self._words.get(uid, (0.0, ""))[0] > KEEP_S:
+                self._words[uid] = (now_s, await self._ask_events(child))
+        self._words = {uid: entry for uid, entry in self._words.items() if now_s - entry[0] < 10 * KEEP_S}
+        return {uid: self._words[uid][1] for uid in hanging}
+
+    def is_waiting(self, children: Iterable[Document], now_s: float) -> bool:
+        """Whether something will hang at `now_s` unless it moves: only another look will tell."""
+        return bool(self._hanging(list(children), now_s))
 
     async def gpus_in_use(self, resource: str, now_s: float) -> dict[str, int]:
         """GPUs held on each node, by anybody's pods; only by this operator's where others' may not be seen."""
@@ -53,16 +79,30 @@ class Witness:
         self._gpus[resource] = (now_s, held)
         return held
 
-    async def _ask_events(self, pod: Document) -> str:
-        metadata = pod["metadata"]
-        fields = f"involvedObject.uid={metadata['uid']},reason=FailedMount"
+    def _note_whole(self, children: list[Document], now_s: float) -> None:
+        whole = {uid: at_s for uid, at_s in self._whole.items() if now_s - at_s < FORGET_S}
+        short = {child["metadata"]["uid"] for child in _short(children)}
+        sets = {child["metadata"]["uid"] for child in children if child["kind"] == "StatefulSet"}
+        self._whole = whole | dict.fromkeys(sets - short, now_s)
+
+    def _hanging(self, children: list[Document], now_s: float) -> list[Document]:
+        pods = [child for child in children if is_hanging(child, now_s)]
+        return pods + [one for one in _short(children) if now_s - self._since_s(one, now_s) > PATIENCE_S]
+
+    def _since_s(self, child: Document, now_s: float) -> float:
+        """Since when something can have hung, in seconds since 1970; what was told before is about something else."""
+        created_s = parse_time(child["metadata"].get("creationTimestamp"))
+        return self._whole.get(child["metadata"]["uid"], now_s if created_s is None else created_s)
+
+    async def _ask_events(self, child: Document) -> str:
+        metadata = child["metadata"]
+        fields = f"involvedObject.uid={metadata['uid']},type=Warning"
         try:
             events = (await self.cluster.list("Event", namespace=metadata["namespace"], fields=fields)).documents
         except KimiError as error:
-            log.info("events_not_read", pod=metadata["name"], error=str(error))
+            log.info("events_not_read", about=metadata["name"], error=str(error))
             return ""
-        latest = max(events, key=lambda event: event.get("lastTimestamp") or event.get("eventTime") or "", default=None)
-        return str(latest.get("message", "")) if latest else ""
+        return chosen_words(events, _REASONS[child["kind"]], self._since_s(child, 0.0))
 
 
 def is_hanging(child: Document, now_s: float) -> bool:
@@ -74,3 +114,40 @@ def is_hanging(child: Document, now_s: float) -> bool:
     states = [one.get("state", {}) for one in child["status"].get("containerStatuses", ())]
     untouched = all(state.get("waiting", {}).get("reason") == "ContainerCreating" for state in states)
     return untouched and now_s - (parse_time(child["metadata"].get("creationTimestamp")) or now_s) > PATIENCE_S
+
+
+def chosen_words(events: Iterable[Mapping[str, object]], reasons: frozenset[str], since_s: float) -> str:
+    """What events of these reasons say; a summary only when there is nothing else, of alike ones always the same.
+
+    Events from before `since_s` do not count (whole seconds, as Kubernetes writes times).
+    """
+    told = [(_time_s(event), str(event.get("message", ""))) for event in events if event.get("reason") in reasons]
+    told = [(at_s, message) for at_s, message in told if at_s >= int(since_s)]
+    told = [one for one in told if not one[1].startswith(_SUMMARY)] or told
+    if not told:
+        return ""
+    latest_s = max(at_s for at_s, _ in told)
+    return min(_RANDOM_ID.sub("...", message) for at_s, message in told if latest_s - at_s <= ALIKE_S)
+
+
+def _short(children: list[Document]) -> list[Document]:
+    """StatefulSets that have fewer pods than they should make."""
+    num_pods = Counter(_controller(child) for child in children if child["kind"] == "Pod")
+    return [
+        child
+        for child in children
+        if child["kind"] == "StatefulSet"
+        and not child["metadata"].get("deletionTimestamp")
+        and num_pods[child["metadata"]["uid"]] < child["spec"].get("replicas", 1)
+    ]
+
+
+def _time_s(event: Mapping[str, object]) -> float:
+    series = event.get("series")
+    last = series.get("lastObservedTime") if isinstance(series, Mapping) else None
+    return parse_time(str(last or event.get("lastTimestamp") or event.get("eventTime") or "")) or 0.0
+
+
+def _controller(document: Document) -> str:
+    references = document["metadata"].get("ownerReferences", ())
+    return next((reference["uid"] for reference in references if reference.get("controller")), "")

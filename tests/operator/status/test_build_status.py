@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from kimi_operator.api.conditions import ConditionType, Reason
 from kimi_operator.api.deployment import Role
-from kimi_operator.api.status import KimiDeploymentStatus, MeasuredPools, PlanStatus, RolePlanStatus
+from kimi_operator.api.status import KimiDeploymentStatus, MeasuredFabric, MeasuredPools, PlanStatus, RolePlanStatus
 from kimi_operator.decide.capacity import Capacity, find_shortage
 from kimi_operator.decide.evidence import Patience, Scene
 from kimi_operator.decide.groups import GroupPolicy, GroupWanted
@@ -80,7 +80,8 @@ def conditions(a_look: Look) -> dict[str, tuple[str, str, str]]:
 
 
 def test_a_healthy_deployment_is_ready_in_every_way() -> None:
-    found = conditions(look())
+    pools = MeasuredPools(num_pages=1000, num_state_slots=34, max_num_seqs=32, weights_bytes=1)
+    found = conditions(look(measured={PREFILL: pools, DECODE: pools}))
     assert found["Ready"][:2] == ("True", "AsDesired")
     for kind in ("Available", "PlanResolved", "PrefillReady", "DecodeReady", "RouterReady", "WeightsReady"):
         assert found[kind][0] == "True", kind
@@ -130,6 +131,66 @@ def test_a_shortage_is_exact() -> None:
     assert found["Ready"][:2] == ("False", "InsufficientCapacity")
     assert shortage in found["Ready"][2]
     assert found["Stalled"][0] == "False"
+
+
+def refused_by_scheduler(words: str) -> Look:
+    return look(decode=group(DECODE, {1: {"unschedulable": words, "node": None, "ready": False, "started_s": None}}))
+
+
+def shortage_of(a_look: Look, gpus: dict[str, int], in_use: dict[str, int]) -> str | None:
+    return find_shortage(wanted(), a_look.seen, Capacity("amd.com/gpu", gpus, in_use))
+
+
+def test_a_node_is_counted_once_when_roles_differ_in_gpus() -> None:
+    """Prefill holds node0 and node1 with 8 GPUs each; decode, with 4, holds node2 and finds no second node."""
+    words = "0/4 nodes are available: 1 Insufficient amd.com/gpu, 3 node(s) didn't match pod anti-affinity rules."
+    in_use = {"node0": 8, "node1": 8, "node2": 4, "node3": 6}
+    shortage = shortage_of(refused_by_scheduler(words), {"prefill": 8, "decode": 4}, in_use)
+    assert shortage is not None
+    assert shortage.startswith(
+        "needs 2 nodes x 4 amd.com/gpu, 1 free; needs 2 nodes x 8 amd.com/gpu, 2 free; k3-decode"
+    )
+
+
+def test_the_larger_need_takes_the_node_that_both_could_use() -> None:
+    nothing = {n: {"unschedulable": "0/4: 4 Insufficient amd.com/gpu.", "node": None} for n in range(2)}
+    a_look = look(prefill=group(PREFILL, nothing), decode=group(DECODE, nothing))
+    shortage = shortage_of(a_look, {"prefill": 8, "decode": 4}, {"node0": 0, "node1": 4, "node2": 8, "node3": 8})
+    assert shortage is not None
+    assert shortage.startswith("needs 2 nodes x 4 amd.com/gpu, 1 free; needs 2 nodes x 8 amd.com/gpu, 1 free; ")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        '0/4 nodes are available: persistentvolumeclaim "kimi-k3" not found. not found',
+        "0/4 nodes are available: pod has unbound immediate PersistentVolumeClaims. not found",
+    ],
+)
+def test_a_missing_claim_is_a_missing_checkpoint(words: str) -> None:
+    a_look = refused_by_scheduler(words)
+    assert shortage_of(a_look, {"prefill": 8, "decode": 8}, {}) is None
+    found = conditions(a_look)
+    assert found["WeightsReady"][:2] == ("False", "WeightsMissing")
+    assert words in found["WeightsReady"][2]
+    assert found["Ready"][:2] == ("False", "WeightsMissing")
+    assert found["CapacityAvailable"][0] == "Unknown"
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ("0/4 nodes are available: 4 node(s) had untolerated taint(s).", "Unschedulable"),
+        ("0/4 nodes are available: 4 Insufficient memory.", "InsufficientCapacity"),
+    ],
+)
+def test_no_gpus_are_counted_where_nobody_speaks_of_gpus(words: str, reason: str) -> None:
+    a_look = refused_by_scheduler(words)
+    shortage = shortage_of(a_look, {"prefill": 8, "decode": 8}, {})
+    assert shortage == f"k3-decode-0-1: {words}"
+    found = conditions(replace(a_look, shortage=shortage))
+    assert found["CapacityAvailable"] == ("False", reason, shortage)
+    assert found["Ready"][:2] == ("False", reason)
 
 
 def test_no_shortage_while_no_pod_is_refused() -> None:
@@ -216,7 +277,7 @@ def test_a_second_group_that_is_down_degrades_the_service() -> None:
 @pytest.mark.parametrize(("pages", "degraded"), [(1000, "False"), (985, "False"), (900, "True"), (1100, "False")])
 def test_real_pools_are_held_against_the_plan(pages: int, degraded: str) -> None:
     pools = MeasuredPools(num_pages=pages, num_state_slots=34, max_num_seqs=32, weights_bytes=1)
-    a_look = look(measured={DECODE: pools})
+    a_look = look(measured={PREFILL: pools.model_copy(update={"num_pages": 1000}), DECODE: pools})
     found = conditions(a_look)
     assert found["Degraded"][0] == degraded
     differs = abs(pages - 1000) > 20
@@ -224,6 +285,40 @@ def test_real_pools_are_held_against_the_plan(pages: int, degraded: str) -> None
     if differs:
         assert f"decode group 0: {pages} KV pages a lane, planned 1000" in found["PlanResolved"][2]
     assert build_status(a_look)["decode"]["groups"][0]["measured"]["numPages"] == pages
+
+
+def test_pools_that_cannot_be_read_are_told() -> None:
+    found = conditions(look())
+    status, reason, message = found["PlanResolved"]
+    assert (status, reason) == ("True", "PoolsUnread")
+    assert "decode group 0" in message
+    assert "8000" in message
+    assert found["FabricVerified"][:2] == ("Unknown", "PoolsUnread")
+    assert found["Ready"][0] == "True"
+
+
+FABRICS = {
+    "no test writes": (None, ("Unknown", "NotChecked", "the workers make no test writes")),
+    "no peers yet": ((0, 0, ""), ("Unknown", "FabricChecking", "0 of 0 pairs of a decode pod and a prefill lane")),
+    "some": ((8, 5, ""), ("Unknown", "FabricChecking", "5 of 8 pairs of a decode pod and a prefill lane")),
+    "all": ((8, 8, ""), ("True", "FabricVerified", "8 of 8 pairs of a decode pod and a prefill lane")),
+    "error": (
+        (8, 7, "k3-decode-0-1: timed out"),
+        ("False", "FabricFailed", "decode group 0: k3-decode-0-1: timed out"),
+    ),
+}
+
+
+@pytest.mark.parametrize(("fabric", "expected"), FABRICS.values(), ids=FABRICS.keys())
+def test_the_fabric_is_verified_when_all_pairs_are(
+    fabric: tuple[int, int, str] | None, expected: tuple[str, str, str]
+) -> None:
+    told = MeasuredFabric(peers=fabric[0], verified=fabric[1], error=fabric[2]) if fabric else None
+    decode = MeasuredPools(num_pages=1000, num_state_slots=34, max_num_seqs=32, weights_bytes=1, fabric=told)
+    a_look = look(measured={PREFILL: decode.model_copy(update={"fabric": None}), DECODE: decode})
+    assert conditions(a_look)["FabricVerified"] == expected
+    starting = look(measured=a_look.measured, prefill=group(PREFILL, {0: {"ready": False, "ready_changed_s": 8_000.0}}))
+    assert conditions(starting)["FabricVerified"][:2] == ("Unknown", "GroupsStarting")
 
 
 def test_a_router_that_is_not_there_is_named_last() -> None:

@@ -12,7 +12,7 @@ from aiohttp import web
 from kimi_operator import measure
 from kimi_operator.api.conditions import Reason
 from kimi_operator.api.deployment import Role
-from kimi_operator.api.status import GroupState
+from kimi_operator.api.status import GroupState, MeasuredFabric
 from kimi_operator.decide.groups import GroupDecision, Stamp
 from kimi_operator.observe import GroupSeen, PodSeen
 from kimi_operator.render.names import GroupKey
@@ -29,6 +29,9 @@ class Worker:
         self.status = 200
         self.body: dict[str, Any] = {
             "deployment": "k3",
+            "role": "decode",
+            "group": "0",
+            "generation": 1,
             "lanes": [
                 {"lane": 0, "num_pages": 500, "num_slots": 10, "max_num_seqs": 8},
                 {"lane": 1, "num_pages": 480, "num_slots": 10, "max_num_seqs": 8},
@@ -55,10 +58,11 @@ async def worker(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Worker]:
     await runner.cleanup()
 
 
-def group(*ips: str | None) -> dict[GroupKey, GroupSeen]:
+def group(*ips: str | None, key: GroupKey = KEY, uid: str = "uid") -> dict[GroupKey, GroupSeen]:
     base = PodSeen("p", "uid", 1, "v1-a", 0.0, ready=True)
-    pods = tuple(replace(base, name=f"p{i}", uid=f"uid-{i}", ip=ip) for i, ip in enumerate(ips))
-    return {KEY: GroupSeen(KEY, "set", "owner", 1, "v1-a", len(pods), pods=pods)}
+    name = f"k3-{key.role}-{key.group}"
+    pods = tuple(replace(base, name=f"{name}-{i}", uid=f"{uid}-{i}", ip=ip) for i, ip in enumerate(ips))
+    return {key: GroupSeen(key, "set", "owner", 1, "v1-a", len(pods), pods=pods)}
 
 
 async def test_the_smallest_lane_counts_and_a_pod_is_asked_once(worker: Worker) -> None:
@@ -99,3 +103,57 @@ async def test_groups_that_are_not_ready_are_not_asked(worker: Worker) -> None:
     async with aiohttp.ClientSession() as session:
         assert await measure.PoolReader(session).read(group("127.0.0.1"), starting) == {}
     assert worker.asked == 0
+
+
+STRANGERS = {"deployment": "other", "role": "prefill", "group": "1", "generation": 2}
+
+
+@pytest.mark.parametrize("field", STRANGERS)
+async def test_what_another_pod_answers_does_not_count(worker: Worker, field: str) -> None:
+    """On the node's network another deployment's pod may hold the port, or the previous start's."""
+    worker.body[field] = STRANGERS[field]
+    async with aiohttp.ClientSession() as session:
+        reader = measure.PoolReader(session)
+        assert await reader.read(group("127.0.0.1"), READY) == {}
+        assert reader.has_open_questions(group("127.0.0.1"), READY)
+
+
+async def test_the_fabric_is_asked_about_until_it_is_verified(worker: Worker) -> None:
+    async with aiohttp.ClientSession() as session:
+        reader = measure.PoolReader(session)
+
+        async def ask(fabric: dict[str, Any] | None) -> MeasuredFabric | None:
+            worker.body["fabric"] = fabric
+            return (await reader.read(group("127.0.0.1", "127.0.0.1"), READY))[KEY].fabric
+
+        assert await ask({"peers": 4, "verified": 1, "error": ""}) == MeasuredFabric(peers=8, verified=2)
+        broken = await ask({"peers": 4, "verified": 3, "error": "lane 2 of 10.0.0.1: nothing arrived"})
+        assert broken is not None
+        assert broken.error == "k3-decode-0-0: lane 2 of 10.0.0.1: nothing arrived"
+        assert await ask({"peers": 4, "verified": 4, "error": None}) == MeasuredFabric(peers=8, verified=8)
+        assert not reader.has_open_questions(group("127.0.0.1", "127.0.0.1"), READY)
+        await ask({"peers": 0, "verified": 0, "error": ""})
+        assert worker.asked == 6, "a verified fabric is not asked about again"
+
+
+async def test_other_prefill_pods_open_the_question_of_the_fabric_again(worker: Worker) -> None:
+    worker.body["fabric"] = {"peers": 1, "verified": 1, "error": ""}
+    prefill = GroupKey(Role.PREFILL, 0)
+    ready = READY | {prefill: replace(READY[KEY], key=prefill)}
+    async with aiohttp.ClientSession() as session:
+        reader = measure.PoolReader(session)
+        first = group("127.0.0.1") | group("127.0.0.1", key=prefill, uid="first")
+        await reader.read(first, ready)
+        assert worker.asked == 2
+        await reader.read(first, ready)
+        # The prefill pod, whose address this worker has too, is refused: it answers for decode.
+        assert worker.asked == 3
+        await reader.read(group("127.0.0.1") | group("127.0.0.1", key=prefill, uid="second"), ready)
+        assert worker.asked == 5
+
+
+async def test_a_worker_without_test_writes_is_no_fault(worker: Worker) -> None:
+    async with aiohttp.ClientSession() as session:
+        reader = measure.PoolReader(session)
+        assert (await reader.read(group("127.0.0.1"), READY))[KEY].fabric is None
+        assert not reader.has_open_questions(group("127.0.0.1"), READY)
