@@ -229,9 +229,8 @@ def _handoff_sides(parts: Parts, descriptors: list[bytes]) -> tuple[DecodeSide |
 
 def _coordination(parts: Parts) -> Coordination:
     settings, where = parts.settings, parts.groups.place
-    silence_s = settings.timeouts.collective_s
     if where.lane == 0:
         address = tcp_address(parts.identity.pod_ip, settings.ports.coordinator)
-        return CoordinatorHost(parts.context, where.num_lanes, address, silence_s)
+        return CoordinatorHost(parts.context, where.num_lanes, address)
     address = tcp_address(_group_host(settings, parts.identity), settings.ports.coordinator)
-    return CoordinatorMember(parts.context, address, silence_s)
+    return CoordinatorMember(parts.context, address)

@@ -1,6 +1,12 @@
 """The sockets between lanes and to the coordinator, over real TCP and IPC within one process."""
 
+import contextlib
+import random
+import signal
 import socket
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -8,8 +14,9 @@ from pathlib import Path
 import msgspec
 import pytest
 import zmq
+from kimi_worker.engine.connections import Context
 from kimi_worker.engine.coordination import CoordinatorHost, CoordinatorMember, GroupLostError
-from kimi_worker.engine.links import ClientLink, Context, FollowerLink, LeaderLink, PeerLink, new_context
+from kimi_worker.engine.links import MAX_PEERS, ClientLink, FollowerLink, LeaderLink, PeerLink, new_context
 from kimi_worker.engine.messages import (
     AskDrain,
     AskWave,
@@ -24,7 +31,7 @@ from kimi_worker.engine.messages import (
     tcp_address,
 )
 from kimi_worker.protocol.engine import Admitted, FromEngine, Watch, api_socket
-from kimi_worker.protocol.handoff import Abort, Disconnected, Revoke
+from kimi_worker.protocol.handoff import Abort, Disconnected, Revoke, is_endpoint
 from kimi_worker.protocol.step import SequenceStep, StepPlan
 
 # Links live as long as their process and are never closed; in a test they are collected before their context ends.
@@ -40,10 +47,58 @@ def context() -> Iterator[Context]:
     context.destroy(linger=0)
 
 
-@pytest.fixture
-def address() -> str:
+def free_address() -> str:
     with socket.create_server(("127.0.0.1", 0)) as server:
         return tcp_address("127.0.0.1", server.getsockname()[1])
+
+
+@pytest.fixture
+def address() -> str:
+    return free_address()
+
+
+def split(address: str) -> tuple[str, int]:
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    return host, int(port)
+
+
+GARBAGE = (
+    b"",
+    b"\xff\xff",
+    msgspec.msgpack.encode({"type": "join"}),
+    msgspec.msgpack.encode({"type": "join", "lane": 7}),
+    msgspec.msgpack.encode({"type": "join", "lane": -1}),
+    msgspec.msgpack.encode({"type": "ask", "wave": 9}),
+    msgspec.msgpack.encode({"type": "empty", "lane": 1}),
+    msgspec.msgpack.encode({"type": "hello"}),
+    b"x" * 100_000,
+)
+
+
+def disturb(context: Context, address: str) -> None:
+    """What port scans, probes and misdirected clients do, and more; returns once the port has seen all of it."""
+    for noise in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff" + bytes(8) + b"\x7f", bytes(range(256)) * 300):
+        with socket.create_connection(split(address)) as stranger, contextlib.suppress(OSError):
+            stranger.sendall(noise)
+            stranger.shutdown(socket.SHUT_WR)
+            while stranger.recv(4096):
+                pass
+    for garbage in ([frame] for frame in GARBAGE):
+        speak(context, address, garbage)
+    speak(context, address, [b"two", b"frames"])
+    speak(context, address, [])
+
+
+def speak(context: Context, address: str, frames: list[bytes]) -> None:
+    """Connect as ZeroMQ does, say something, and leave."""
+    stranger = context.socket(zmq.DEALER)
+    monitor = stranger.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+    stranger.connect(address)
+    assert monitor.poll(20_000)
+    if frames:
+        stranger.send_multipart(frames)
+    stranger.disable_monitor()
+    stranger.close(linger=1000)
 
 
 def collect(receive: Callable[[], Iterator[object]], count: int) -> list[object]:
@@ -56,6 +111,13 @@ def collect(receive: Callable[[], Iterator[object]], count: int) -> list[object]
         time.sleep(0.005)
     assert len(found) == count
     return found
+
+
+def until(condition: Callable[[], object], deadline_s: float = 20.0) -> None:
+    deadline = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_addresses_of_both_families() -> None:
@@ -144,25 +206,220 @@ def test_end_of_a_drained_group_is_no_loss(context: Context, address: str) -> No
     assert list(member.receive()) == []
 
 
+def test_strangers_neither_end_a_group_nor_count_as_lanes(context: Context, address: str) -> None:
+    host = CoordinatorHost(context, 3, address, 5.0)
+    host.send(Join(0))
+    disturb(context, address)
+    members = [CoordinatorMember(context, address, 5.0) for _ in range(2)]
+    members[0].send(Join(1))
+    assert collect(host.receive, 0) == []
+    members[1].send(Join(2))
+    assert collect(host.receive, 1) == [Assembled()]
+    disturb(context, address)
+    members[0].send(AskWave(1))
+    assert collect(host.receive, 1) == [Wake(1)]
+    assert [collect(member.receive, 2) for member in members] == [[Assembled(), Wake(1)]] * 2
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_members_are_told_from_strangers_in_any_order(context: Context, address: str, seed: int) -> None:
+    """Connections come and go and share descriptors; the loss of a member is the only one that counts."""
+    rng = random.Random(seed)
+    other = new_context()
+    host = CoordinatorHost(context, 4, address, 5.0)
+    host.send(Join(0))
+    strangers: list[socket.socket] = []
+    seen: list[object] = []
+
+    def churn() -> None:
+        for _ in range(rng.randint(1, 5)):
+            if strangers and rng.random() < 0.5:
+                strangers.pop(rng.randrange(len(strangers))).close()
+            else:
+                strangers.append(socket.create_connection(split(address)))
+            if rng.random() < 0.3:
+                seen.extend(host.receive())
+
+    churn()
+    victim = CoordinatorMember(other, address, 5.0)
+    churn()
+    members = [CoordinatorMember(context, address, 5.0) for _ in range(2)]
+    for lane, member in enumerate((victim, *members), 1):
+        member.send(Join(lane))
+        churn()
+    until(lambda: seen.extend(host.receive()) or seen == [Assembled()])
+    for wave in range(1, 20):
+        churn()
+        members[wave % 2].send(AskWave(wave))
+        until(lambda wave=wave: seen.extend(host.receive()) or seen[1:] == [Wake(at + 1) for at in range(wave)])
+    other.destroy(linger=0)
+    strangers += [socket.create_connection(split(address)) for _ in range(5)]
+    with pytest.raises(GroupLostError, match="lane 1, of another pod"):
+        poll_until_lost(host.receive)
+    for stranger in strangers:
+        stranger.close()
+
+
+def stopped_process(code: str, argument: str) -> "subprocess.Popen[bytes]":
+    """A process that runs the code until it prints a line."""
+    child = subprocess.Popen([sys.executable, "-c", code, argument], stdout=subprocess.PIPE)
+    assert child.stdout is not None
+    assert child.stdout.readline()
+    return child
+
+
+MEMBER = """
+import sys, time
+from kimi_worker.engine.coordination import CoordinatorMember
+from kimi_worker.engine.links import new_context
+from kimi_worker.engine.messages import Join
+member = CoordinatorMember(new_context(), sys.argv[1], 1.0)
+member.send(Join(1))
+while not list(member.receive()):
+    time.sleep(0.01)
+print("assembled", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_long_step_is_no_loss_and_a_stopped_process_is_one(context: Context, address: str) -> None:
+    """The member does nothing for several times the limit of silence; then it is stopped, as by a power failure."""
+    host = CoordinatorHost(context, 2, address, 1.0)
+    host.send(Join(0))
+    child: list[subprocess.Popen[bytes]] = []
+    starter = threading.Thread(target=lambda: child.append(stopped_process(MEMBER, address)))
+    starter.start()
+    try:
+        assert collect(host.receive, 1) == [Assembled()]
+        starter.join()
+        until = time.monotonic() + 4.0
+        while time.monotonic() < until:
+            assert list(host.receive()) == []
+            host.sockets[0].poll(50)
+        child[0].send_signal(signal.SIGSTOP)
+        begun = time.monotonic()
+        with pytest.raises(GroupLostError):
+            poll_until_lost(host.receive)
+        assert time.monotonic() - begun < 10.0
+    finally:
+        starter.join()
+        child[0].kill()
+        child[0].communicate()
+
+
 def test_peers_know_each_other_by_endpoint_and_ignore_garbage(context: Context, address: str) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        other = tcp_address("127.0.0.1", server.getsockname()[1])
+    other = free_address()
     here, there = PeerLink(context, address), PeerLink(context, other)
-    stranger = context.socket(zmq.DEALER)
-    stranger.connect(other)
-    for garbage in (b"", b"\xff\xff", msgspec.msgpack.encode({"type": "hello"})):
-        stranger.send(garbage)
-    stranger.send_multipart([b"two", b"frames"])
+    disturb(context, other)
     here.send(other, Abort(1, 2, 3), now=0.0)
     assert collect(there.receive, 1) == [(address, Abort(1, 2, 3))]
+    disturb(context, address)
     there.send(address, Abort(4, 5, 6), now=0.0)
     assert collect(here.receive, 1) == [(other, Abort(4, 5, 6))]
 
 
+BAD_ENDPOINTS = [
+    "tcp://!:1",
+    "tcp://prefill:1",
+    "tcp://10.0.0.1:0",
+    "tcp://10.0.0.1:65536",
+    "tcp://10.0.0.256:1",
+    "tcp://[::g]:1",
+    "tcp://[]:1",
+    "tcp://10.0.0.1",
+    "tcp://10.0.0.1:1;tcp://10.0.0.2:1",
+    "tcp://*:1",
+    "ipc:///tmp/x",
+    "inproc://x",
+    "udp://10.0.0.1:1",
+    "tcp://10.0.0.1:1\n",
+    "",
+    "\0",
+]
+
+
+@pytest.mark.parametrize("endpoint", BAD_ENDPOINTS)
+def test_what_is_no_endpoint_is_neither_dialled_nor_answered(context: Context, address: str, endpoint: str) -> None:
+    assert not is_endpoint(endpoint)
+    here = PeerLink(context, address)
+    here.send(endpoint, Abort(1, 2, 3), now=0.0)
+    assert here.reached() == []
+    stranger = context.socket(zmq.DEALER)
+    if endpoint.strip("\0"):
+        stranger.setsockopt(zmq.ROUTING_ID, endpoint.encode())
+    stranger.connect(address)
+    stranger.send(msgspec.msgpack.encode(Abort(1, 2, 3)))
+    friend = PeerLink(context, free_address())
+    friend.send(address, Abort(4, 5, 6), now=0.0)
+    assert [message for _, message in collect(here.receive, 1)] == [Abort(4, 5, 6)]
+
+
+def test_endpoints_of_both_families() -> None:
+    assert is_endpoint("tcp://10.0.0.1:29600")
+    assert is_endpoint("tcp://[fd00::1]:1")
+
+
+def test_more_peers_than_sockets_are_served_in_turn(context: Context, address: str) -> None:
+    here, there = PeerLink(context, address), PeerLink(context, other := free_address())
+    for number in range(3 * MAX_PEERS):
+        here.send(f"tcp://127.0.0.1:{10_000 + number}", Abort(1, 2, 3), now=float(number) / 100)
+    here.send(other, Abort(1, 2, 3), now=10.0)
+    assert collect(there.receive, 1) == [(address, Abort(1, 2, 3))]
+
+
+PEER = """
+import sys, time
+from kimi_worker.engine.links import PeerLink, new_context
+from kimi_worker.protocol.handoff import Abort
+own, other = sys.argv[1].split()
+link = PeerLink(new_context(), own, 1.0)
+while not list(link.receive()):
+    time.sleep(0.01)
+link.send(other, Abort(4, 5, 6), 0.0)
+print("answered", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("end", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_busy_peer_is_seen_and_one_that_has_ended_is_not(context: Context, address: str, end: signal.Signals) -> None:
+    here, other = PeerLink(context, address, 1.0), free_address()
+    assert (here.reached(), here.heard()) == ([], [])
+    here.send(other, Abort(1, 2, 3), now=0.0)
+    child = stopped_process(PEER, f"{other} {address}")
+    try:
+        assert collect(here.receive, 1) == [(other, Abort(4, 5, 6))]
+        deadline = time.monotonic() + 4.0
+        while time.monotonic() < deadline:
+            list(here.receive())
+            assert (here.reached(), here.heard()) == ([other], [other])
+            time.sleep(0.05)
+        child.send_signal(end)
+        until(lambda: not [*here.receive(), *here.reached(), *here.heard()], 10.0)
+    finally:
+        child.kill()
+        child.communicate()
+
+
+def test_a_successor_at_the_same_endpoint_is_not_its_predecessor(context: Context, address: str) -> None:
+    here, other = PeerLink(context, address), free_address()
+    old = new_context()
+    PeerLink(old, other).send(address, Abort(1, 2, 3), now=0.0)
+    assert collect(here.receive, 1) == [(other, Abort(1, 2, 3))]
+    assert here.heard() == [other]
+    old.destroy(linger=0)
+    new = context.socket(zmq.DEALER)
+    new.setsockopt(zmq.ROUTING_ID, other.encode())
+    new.connect(address)
+    until(lambda: not list(here.receive()) and not here.heard())
+    new.send(msgspec.msgpack.encode(Abort(4, 5, 6)))
+    assert collect(here.receive, 1) == [(other, Abort(4, 5, 6))]
+    assert here.heard() == [other]
+
+
 def test_restarted_peer_takes_its_place(context: Context, address: str) -> None:
     """The same endpoint dials again, before anybody has noticed that its old connection is gone."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        other = tcp_address("127.0.0.1", server.getsockname()[1])
+    other = free_address()
     there = PeerLink(context, other)
     dialled = []
     for number in range(2):
@@ -175,8 +432,7 @@ def test_restarted_peer_takes_its_place(context: Context, address: str) -> None:
 
 
 def test_unused_connections_are_closed_and_dialled_anew(context: Context, address: str) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        other = tcp_address("127.0.0.1", server.getsockname()[1])
+    other = free_address()
     here, there = PeerLink(context, address), PeerLink(context, other)
     here.send(other, Abort(1, 0, 0), now=0.0)
     assert collect(there.receive, 1) == [(address, Abort(1, 0, 0))]

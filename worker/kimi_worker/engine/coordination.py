@@ -1,15 +1,18 @@
 """How the lanes of a group reach the coordinator, which lives in rank 0's process.
 
-Both ends know when the other is gone: a closed connection, or one without heartbeats, ends the group.
+Both ends know when the other is gone: a closed connection, or one without heartbeats, ends the group. Anybody can
+reach the coordinator's port; only a connection that has brought a lane's Join counts.
 """
 
+import contextlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
 import zmq
 
-from kimi_worker.engine.links import Context, Socket, drain
+from kimi_worker.engine.connections import SILENCE_S, Context, InboundConnections, OutboundConnection, Socket, drain
 from kimi_worker.engine.messages import (
     AskDrain,
     AskWave,
@@ -24,8 +27,7 @@ from kimi_worker.engine.messages import (
 )
 from kimi_worker.engine.wave import Coordinator
 
-HEARTBEAT_S = 2.0
-"""Between pings on an idle connection."""
+MAX_MESSAGE_BYTES = 4096
 
 
 class GroupLostError(Exception):
@@ -45,15 +47,24 @@ class Coordination(Protocol):
         """What has arrived. Raises GroupLostError."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Member:
+    """Another lane that has joined."""
+
+    routing_id: bytes
+    connection: int
+
+
 class CoordinatorHost:
     """The coordinator and lane 0's way to it."""
 
-    def __init__(self, context: Context, num_lanes: int, address: str, silence_s: float) -> None:
+    def __init__(self, context: Context, num_lanes: int, address: str, silence_s: float = SILENCE_S) -> None:
         """Listens at `address` when there are other lanes; a lane that is silent for `silence_s` is lost."""
         self._coordinator = Coordinator()
         self._num_lanes = num_lanes
         self._inbox: list[FromCoordinator] = []
-        self._members: dict[bytes, int] = {}
+        self._members: dict[int, _Member] = {}
+        """By lane."""
         self._joined: set[int] = set()
         self._empty: set[int] = set()
         self._is_draining = False
@@ -63,12 +74,13 @@ class CoordinatorHost:
         self._decoder = msgspec.msgpack.Decoder[ToCoordinator](ToCoordinator)
         if num_lanes > 1:
             self._socket = context.socket(zmq.ROUTER)
-            self._monitor = _watched(self._socket, silence_s)
+            self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+            self._connections = InboundConnections(self._socket, silence_s)
             self._socket.bind(address)
 
     @property
     def sockets(self) -> list[Socket]:
-        return [self._socket, self._monitor] if self._socket is not None else []
+        return [self._socket, self._connections.monitor] if self._socket is not None else []
 
     def send(self, message: ToCoordinator) -> None:
         self._handle(message)
@@ -76,18 +88,31 @@ class CoordinatorHost:
     def receive(self) -> Iterator[FromCoordinator]:
         if self._socket is not None:
             self._receive_from_members()
-            if _was_lost(self._monitor) and not self._is_drained:
-                raise GroupLostError("a lane of another pod has left the group")
+            self._check_members()
         while self._inbox:
             yield self._inbox.pop(0)
 
     def _receive_from_members(self) -> None:
-        assert self._socket is not None
-        for member, frame in drain(self._socket):
-            message = self._decoder.decode(frame)
-            if isinstance(message, Join):
-                self._members[member] = message.lane
-            self._handle(message)
+        for arrival in self._connections.receive():
+            # Garbage is a stranger's: it says nothing about the group.
+            with contextlib.suppress(msgspec.ValidationError, msgspec.DecodeError, ValueError):
+                routing_id, frame = arrival.frames
+                message = self._decoder.decode(frame)
+                if isinstance(message, Join):
+                    self._join(message, _Member(routing_id, arrival.connection))
+                elif any(member.routing_id == routing_id for member in self._members.values()):
+                    self._handle(message)
+
+    def _join(self, join: Join, member: _Member) -> None:
+        if 0 < join.lane < self._num_lanes and join.lane not in self._members:
+            self._members[join.lane] = member
+            self._handle(join)
+
+    def _check_members(self) -> None:
+        """Raises GroupLostError."""
+        for lane, member in self._members.items():
+            if not self._is_drained and not self._connections.stands(member.connection):
+                raise GroupLostError(f"lane {lane}, of another pod, has left the group or cannot be reached")
 
     def _handle(self, message: ToCoordinator) -> None:
         match message:
@@ -109,17 +134,17 @@ class CoordinatorHost:
 
     def _broadcast(self, message: FromCoordinator) -> None:
         self._inbox.append(message)
-        for member in self._members:
+        for member in self._members.values():
             assert self._socket is not None
-            self._socket.send_multipart([member, self._encoder.encode(message)])
+            self._socket.send_multipart([member.routing_id, self._encoder.encode(message)])
 
 
 class CoordinatorMember:
     """Another lane's way to the coordinator."""
 
-    def __init__(self, context: Context, address: str, silence_s: float) -> None:
+    def __init__(self, context: Context, address: str, silence_s: float = SILENCE_S) -> None:
         self._socket = context.socket(zmq.DEALER)
-        self._monitor = _watched(self._socket, silence_s)
+        self._connection = OutboundConnection(self._socket, silence_s)
         self._socket.connect(address)
         self._is_drained = False
         self._encoder = msgspec.msgpack.Encoder()
@@ -127,7 +152,7 @@ class CoordinatorMember:
 
     @property
     def sockets(self) -> list[Socket]:
-        return [self._socket, self._monitor]
+        return [self._socket, self._connection.monitor]
 
     def send(self, message: ToCoordinator) -> None:
         self._socket.send(self._encoder.encode(message))
@@ -137,17 +162,6 @@ class CoordinatorMember:
             message = self._decoder.decode(frame)
             self._is_drained = self._is_drained or isinstance(message, Drained)
             yield message
-        if _was_lost(self._monitor) and not self._is_drained:
-            raise GroupLostError("rank 0's pod has left the group")
-
-
-def _watched(socket: Socket, silence_s: float) -> Socket:
-    """Make the socket notice a peer that is gone or silent; returns the socket that tells so."""
-    socket.setsockopt(zmq.HEARTBEAT_IVL, int(HEARTBEAT_S * 1000))
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(silence_s * 1000))
-    monitor: Socket = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-    return monitor
-
-
-def _was_lost(monitor: Socket) -> bool:
-    return any(True for _ in drain(monitor))
+        self._connection.stands()
+        if self._connection.was_lost and not self._is_drained:
+            raise GroupLostError("rank 0's pod has left the group or cannot be reached")

@@ -10,8 +10,9 @@ from kimi_worker.engine.caches import Caches, layout_hash
 from kimi_worker.model.batch import build_batch
 from kimi_worker.model.checkpoint import check_checkpoint
 from kimi_worker.model.config import KimiConfig
+from kimi_worker.model.forms import Forms
 from kimi_worker.model.kimi import Kimi
-from kimi_worker.model.weights import ExpertStorage, WeightSource
+from kimi_worker.model.weights import WeightSource
 from kimi_worker.parallel.groups import Groups
 from kimi_worker.protocol.step import StepPlan
 from kimi_worker.settings import WorkerSettings
@@ -33,9 +34,11 @@ class Runner:
     Not thread-safe: one thread runs the steps. Loading sets torch's threads for the whole process.
     """
 
-    def __init__(self, settings: WorkerSettings, groups: Groups) -> None:
+    def __init__(self, settings: WorkerSettings, groups: Groups, forms: Forms | None = None) -> None:
+        """`forms`: by default those that suit the group's device."""
         self._settings = settings
         self._groups = groups
+        self._forms = forms or Forms.suited_to(groups.device)
         self._model: Kimi | None = None
         self._caches: Caches | None = None
         self._config: KimiConfig | None = None
@@ -79,7 +82,7 @@ class Runner:
             _keep_freed_memory()
         checkpoint = check_checkpoint(settings.model.checkpoint)
         dtype = getattr(torch, settings.runtime.dtype)
-        source = WeightSource(checkpoint, dtype, groups.device, ExpertStorage.suited_to(groups.device))
+        source = WeightSource(checkpoint, dtype, groups.device, self._forms)
         with torch.inference_mode():
             self._model = Kimi(source, groups)
         # Outside inference mode: the handoff and tests may write to the caches from anywhere.

@@ -3,11 +3,30 @@
 A transfer is named by decode: (decode's endpoint, decode's epoch, a number that only grows within that epoch).
 """
 
+import re
+from ipaddress import AddressValueError, IPv4Address, IPv6Address
 from typing import NamedTuple, TypeAlias
 
 from msgspec import Struct
 
 from kimi_worker.protocol.engine import SampledToken, Sampling
+
+_ENDPOINT = re.compile(r"tcp://(?:\[([0-9a-fA-F:.]{2,45})\]|([0-9.]{7,15})):([0-9]{1,5})", re.ASCII)
+
+
+def is_endpoint(text: str) -> bool:
+    """Whether the text names a place where a lane may receive: `tcp://10.0.0.1:29600` or `tcp://[fd00::1]:29600`.
+
+    Names are none: looking one up would hold up the thread that answers the pings of all peers.
+    """
+    match = _ENDPOINT.fullmatch(text)
+    if match is None or not 0 < int(match[3]) < 2**16:
+        return False
+    try:
+        _ = IPv6Address(match[1]) if match[1] else IPv4Address(match[2])
+    except AddressValueError:
+        return False
+    return True
 
 
 class TransferKey(NamedTuple):
