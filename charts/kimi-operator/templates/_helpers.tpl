@@ -32,6 +32,22 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- printf "%s:%s" .image.repository (default .context.Chart.AppVersion .image.tag) -}}
 {{- end -}}
 
+{{/* Annotations of what exists only while an upgrade is prepared. */}}
+{{- define "kimi-operator.hook" -}}
+helm.sh/hook: pre-upgrade
+helm.sh/hook-weight: {{ .weight | quote }}
+helm.sh/hook-delete-policy: before-hook-creation,hook-succeeded
+{{- end -}}
+
+{{/* What the schema cannot compare. */}}
+{{- define "kimi-operator.checkLease" -}}
+{{- $times := .Values.leaderElection -}}
+{{- $retry := mulf 1.2 $times.retryPeriodSeconds -}}
+{{- if not (and (lt $retry (float64 $times.renewDeadlineSeconds)) (lt (int $times.renewDeadlineSeconds) (int $times.leaseDurationSeconds))) -}}
+{{- fail (printf "leaderElection: got retryPeriodSeconds %v, renewDeadlineSeconds %v, leaseDurationSeconds %v; expected 1.2 * retry < renew < lease" $times.retryPeriodSeconds $times.renewDeadlineSeconds $times.leaseDurationSeconds) -}}
+{{- end -}}
+{{- end -}}
+
 {{/* What is done to objects that have a namespace: the same rules in a ClusterRole or in Roles. */}}
 {{- define "kimi-operator.namespacedRules" -}}
 - apiGroups: [kimi-operator.io]

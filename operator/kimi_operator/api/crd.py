@@ -47,12 +47,14 @@ def hardware_profile_crd() -> dict[str, Any]:
     )
 
 
+def all_crds() -> tuple[dict[str, Any], ...]:
+    """Every CRD of this version."""
+    return (kimi_deployment_crd(), hardware_profile_crd())
+
+
 def generated_files() -> dict[str, str]:
     """Path below the repository's root to content."""
-    crds = {
-        f"{crd['metadata']['name']}.yaml": HEADER + _yaml(crd)
-        for crd in (kimi_deployment_crd(), hardware_profile_crd())
-    }
+    crds = {f"{crd['metadata']['name']}.yaml": HEADER + _yaml(crd) for crd in all_crds()}
     files = {f"{folder}/{name}": text for folder in CRD_FOLDERS for name, text in crds.items()}
     hardware = Path(__file__).resolve().parents[1] / "profiles" / "hardware"
     return files | {f"{PROFILE_FOLDER}/{path.name}": path.read_text() for path in sorted(hardware.glob("*.yaml"))}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
+from kimi_operator.api.crd import all_crds
 from kimi_operator.cluster import KINDS
 from kimi_operator.handlers import WATCHED_KINDS
 from kimi_operator.settings import OperatorSettings
@@ -27,7 +29,9 @@ def find_helm() -> str | None:
     return str(built[-1]) if built else shutil.which("helm")
 
 
-pytestmark = pytest.mark.skipif(find_helm() is None, reason="helm is built by the local cluster's first start")
+pytestmark = pytest.mark.skipif(
+    find_helm() is None, reason="no helm 4: `.venv/bin/localcluster build helm` builds it, and so does `make test`"
+)
 
 
 @cache
@@ -128,6 +132,59 @@ def test_profiles_are_installed_unless_told_otherwise() -> None:
     assert {("HardwareProfile", "mi300x"), ("HardwareProfile", "mi325x")} <= set(template())
 
 
+def test_profiles_outlive_the_release_and_say_whose_they_are() -> None:
+    found = template()
+    for path in sorted((CHART / "files" / "profiles").glob("*.yaml")):
+        shipped = yaml.safe_load(path.read_text())
+        installed = found["HardwareProfile", shipped["metadata"]["name"]]
+        assert installed["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
+        assert installed["metadata"]["labels"]["app.kubernetes.io/managed-by"] == "Helm"
+        assert installed["spec"] == shipped["spec"]
+
+
+def test_an_upgrade_first_renews_the_crds_with_no_right_but_that() -> None:
+    found = template()
+    names = [crd["metadata"]["name"] for crd in all_crds()]
+    hooks = {key: one for key, one in found.items() if "helm.sh/hook" in one["metadata"].get("annotations", {})}
+    assert {kind for kind, _ in hooks} == {"ServiceAccount", "ClusterRole", "ClusterRoleBinding", "Job"}
+    for one in hooks.values():
+        assert one["metadata"]["annotations"]["helm.sh/hook"] == "pre-upgrade"
+    named, unnamed = hooks["ClusterRole", "kimi-operator-crds"]["rules"]
+    assert (sorted(named["resourceNames"]), named["verbs"]) == (sorted(names), ["get", "patch"])
+    assert unnamed["verbs"] == ["create"]
+    assert set(rights([named, unnamed])) == {("apiextensions.k8s.io", "customresourcedefinitions")}
+    pod = hooks["Job", "kimi-operator-crds"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    module = container["command"][container["command"].index("-m") + 1]
+    assert importlib.util.find_spec(module) is not None
+    assert (
+        container["image"] == found["Deployment", "kimi-operator"]["spec"]["template"]["spec"]["containers"][0]["image"]
+    )
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    # Neither the operator's Service nor its disruption budget may take the Job's pod for one of the operator's.
+    selector = found["Deployment", "kimi-operator"]["spec"]["selector"]["matchLabels"]
+    labels = hooks["Job", "kimi-operator-crds"]["spec"]["template"]["metadata"]["labels"]
+    assert not selector.items() <= labels.items()
+    assert not [key for key, one in template("--set", "crds.upgrade=false").items() if key in hooks]
+
+
+def test_a_network_policy_opens_one_port_to_those_who_are_named() -> None:
+    assert not [kind for kind, _ in template() if kind == "NetworkPolicy"]
+    policy = template("--set", "networkPolicy.enabled=true")["NetworkPolicy", "kimi-operator"]["spec"]
+    assert policy["policyTypes"] == ["Ingress"]
+    assert policy["ingress"] == [{"ports": [{"port": "http", "protocol": "TCP"}]}]
+    peer = "networkPolicy.from[0].podSelector.matchLabels.app=prometheus"
+    named = template("--set", "networkPolicy.enabled=true", "--set", peer)["NetworkPolicy", "kimi-operator"]["spec"]
+    assert named["ingress"][0]["from"] == [{"podSelector": {"matchLabels": {"app": "prometheus"}}}]
+
+
+@pytest.mark.parametrize(("tag", "is_warned"), [("", True), ("1.2.3", False)])
+def test_whoever_installs_is_told_that_the_default_image_follows_the_operator(tag: str, is_warned: bool) -> None:
+    done = helm("install", "kimi-operator", str(CHART), "--dry-run=client", "--set", f"worker.tag={tag}")
+    assert done.returncode == 0, done.stderr
+    assert ("the next upgrade restarts them group by group" in done.stdout) == is_warned
+
+
 def test_a_service_monitor_comes_only_when_asked_for() -> None:
     assert ("ServiceMonitor", "kimi-operator") not in template()
     assert ("ServiceMonitor", "kimi-operator") in template("--set", "metrics.serviceMonitor.enabled=true")
@@ -141,6 +198,9 @@ def test_a_service_monitor_comes_only_when_asked_for() -> None:
         ("logLevel=loud", "logLevel"),
         ("watchNamespaces={Upper}", "pattern"),
         ("image.pullPolicy=Sometimes", "pullPolicy"),
+        ("networkPolicy.from=anybody", "networkPolicy"),
+        ("leaderElection.renewDeadlineSeconds=15", "expected 1.2 * retry < renew < lease"),
+        ("leaderElection.retryPeriodSeconds=9", "leaderElection: got retryPeriodSeconds 9, renewDeadlineSeconds 10"),
     ],
 )
 def test_a_wrong_value_is_refused_by_name(setting: str, words: str) -> None:

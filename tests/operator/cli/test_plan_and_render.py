@@ -90,6 +90,21 @@ def test_render_prints_what_the_operator_would_apply(run: Run) -> None:
     assert group["spec"]["template"]["spec"]["containers"][0]["image"] == "me/worker:3"
 
 
+@pytest.mark.parametrize("example", ["mi300x-2p2d.yaml", "mi325x-2p2d.yaml"])
+def test_another_version_of_the_operator_leaves_a_named_image_at_its_revision(run: Run, example: str) -> None:
+    """The default image's tag is the operator's version: a manifest that names its image never follows it."""
+    old, new = (run("render", "-f", EXAMPLES / example, "--worker-image", f"any/worker:{tag}")[1] for tag in "12")
+    assert old == new
+    assert "any/worker" not in new
+
+
+def test_without_a_named_image_another_version_is_another_revision(run: Run) -> None:
+    old, new = (run("render", "-f", LOCAL, "--worker-image", f"any/worker:{tag}")[1] for tag in "12")
+    revisions = [{line.strip() for line in text.splitlines() if "/revision:" in line} for text in (old, new)]
+    assert len(revisions[0]) == 3
+    assert not revisions[0] & revisions[1]
+
+
 def test_render_refuses_what_does_not_fit(run: Run, tmp_path: Path) -> None:
     path = edited(tmp_path, MI300X, lambda document: document["spec"]["decode"].update(nodesPerGroup=3))
     status, out, err = run("render", "-f", path)
