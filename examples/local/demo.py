@@ -4,7 +4,6 @@ cluster -> Helm install -> kubectl apply -> Ready -> needles through the router,
 The end-to-end test runs the same functions.
 """
 
-import os
 import subprocess
 import sys
 import tempfile
@@ -17,6 +16,7 @@ from typing import Any
 import httpx
 from kimi_localcluster.cluster import Cluster, running_clusters
 from kimi_localcluster.errors import CommandError, LocalClusterError
+from kimi_localcluster.existing import ExistingCluster
 from kimi_localcluster.kube import Kube, end_process
 from kimi_localcluster.progress import Progress, Step
 from kimi_localcluster.spec import DEFAULT_NAME
@@ -31,7 +31,7 @@ CHECKPOINT_ON_NODES = "/opt/kimi/tiny-k3"
 FOLDERS = {CHECKPOINT: CHECKPOINT_ON_NODES}
 NAMESPACE = "default"
 ROUTER_URL = f"http://k3-router.{NAMESPACE}.svc.cluster.local:8000"
-REFERENCE_PORT = 18100
+REFERENCE_PORT, FORWARDED_PORT = 18100, 18000
 READY_TIMEOUT_S = 600.0
 
 NEEDS = f"""KUBECONFIG is set, so that cluster is used. It needs
@@ -39,12 +39,15 @@ NEEDS = f"""KUBECONFIG is set, so that cluster is used. It needs
   - the images that charts/kimi-operator/values.yaml names, pullable from there
   - this repository's examples/tiny-k3 as {CHECKPOINT_ON_NODES} on each node, readable for uid 65532
 Unset KUBECONFIG to use a local cluster instead."""
-LOOK_AROUND = """The cluster is still up. Look around:
-  .venv/bin/localcluster kubectl get kd,pods -o wide
-  .venv/bin/localcluster kubectl describe kd k3
-  .venv/bin/localcluster exec -- curl -s {url}/v1/models
-  .venv/bin/localcluster kubectl delete pod k3-decode-0-1    # the whole group restarts, once
-  make down                                                  # ends it"""
+LOOK_AROUND = """Look around:
+  {kubectl} get kd,pods -o wide
+  {kubectl} describe kd k3
+  {kubectl} delete pod k3-decode-0-1    # the whole group restarts, once"""
+LEAVE_LOCAL = """  .venv/bin/localcluster exec -- curl -s {url}/v1/models
+The cluster is still up; `make down` ends it."""
+LEAVE_EXISTING = (
+    """The deployment still runs. To remove it: kubectl delete kd k3; helm uninstall kimi-operator -n kimi-system"""
+)
 
 
 def install(cluster: Kube) -> None:
@@ -107,12 +110,21 @@ def router(cluster: Kube) -> Iterator[str]:
         yield ROUTER_URL
         return
     forward = cluster.popen(
-        ["kubectl", "port-forward", "--namespace", NAMESPACE, "service/k3-router", "18000:8000"],
+        ["kubectl", "port-forward", "--namespace", NAMESPACE, "service/k3-router", f"{FORWARDED_PORT}:8000"],
         stdout=subprocess.DEVNULL,
     )
+
+    def answers() -> bool:
+        if forward.poll() is not None:
+            raise LocalClusterError("`kubectl port-forward` to the router has ended; its last line stands above")
+        try:
+            return httpx.get(f"http://127.0.0.1:{FORWARDED_PORT}/health").is_success
+        except httpx.TransportError:
+            return False  # kubectl takes a moment to listen
+
     try:
-        cluster.wait_for("the router answers", lambda: httpx.get("http://127.0.0.1:18000/health").is_success)
-        yield "http://127.0.0.1:18000"
+        cluster.wait_for("the router answers", answers)
+        yield f"http://127.0.0.1:{FORWARDED_PORT}"
     finally:
         end_process(forward)
 
@@ -128,13 +140,28 @@ def needle(cluster: Kube, url: str, reference_url: str, *options: str) -> int:
 
 
 def start_cluster(progress: Progress) -> Kube:
-    if kubeconfig := os.environ.get("KUBECONFIG"):
+    was_up = DEFAULT_NAME in running_clusters()
+    cluster = Cluster.find_or_up(folders=FOLDERS, progress=progress)
+    if isinstance(cluster, ExistingCluster):
         progress.say(NEEDS)
-        return Cluster.from_kubeconfig(kubeconfig)
-    if DEFAULT_NAME in running_clusters():
+        check_nodes(cluster)
+    elif was_up:
         progress.say("The local cluster is up already and is used as it is; `make down` first for the present code.")
-        return Cluster.attach()
-    return Cluster.up(folders=FOLDERS, progress=progress)
+    return cluster
+
+
+def check_nodes(cluster: Kube) -> None:
+    """Raise LocalClusterError unless four nodes can each hold a pod of the example."""
+    fit = [
+        node["metadata"]["name"]
+        for node in cluster.get("nodes")
+        if int(node["status"]["allocatable"].get("amd.com/gpu", "0")) >= 2 and not node["spec"].get("unschedulable")
+    ]
+    if len(fit) < 4:
+        raise LocalClusterError(
+            f"{len(fit)} schedulable nodes offer two amd.com/gpu or more ({', '.join(fit) or 'none'}); "
+            "the example needs four: add nodes, uncordon them, or unset KUBECONFIG"
+        )
 
 
 def main() -> int:
@@ -152,7 +179,9 @@ def main() -> int:
             url = running.enter_context(router(cluster))
         status = needle(cluster, url, reference_url)
     progress.say(f"\n{time.monotonic() - began:.0f} s in all.")
-    progress.say(LOOK_AROUND.format(url=ROUTER_URL))
+    is_local = isinstance(cluster, Cluster)
+    progress.say(LOOK_AROUND.format(kubectl=".venv/bin/localcluster kubectl" if is_local else "kubectl"))
+    progress.say(LEAVE_LOCAL.format(url=ROUTER_URL) if is_local else LEAVE_EXISTING)
     return status
 
 
