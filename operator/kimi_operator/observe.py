@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
+
+import structlog
 
 from kimi_operator.api.base import GROUP
 from kimi_operator.api.deployment import Role
@@ -27,6 +31,7 @@ ANNOTATION_STREAK = f"{GROUP}/restarts-in-a-row"
 ANNOTATION_FAILURE = f"{GROUP}/last-failure"
 """JSON {time, pod, message}: why the group was last restarted."""
 OUT_OF_SERVICE_TAINT = "node.kubernetes.io/out-of-service"
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +42,7 @@ class Ended:
     exit_code: int
     message: str
     """The worker's last words, from /dev/termination-log."""
+    at_s: float | None = None
 
     def __str__(self) -> str:
         said = self.message.strip() or f"exit code {self.exit_code} ({self.reason or 'no reason given'})"
@@ -71,6 +77,8 @@ class PodSeen:
     """How an init container last failed."""
     unschedulable: str | None = None
     """The scheduler's words while it finds no node."""
+    scheduled_s: float | None = None
+    """When it was given its node."""
     status_message: str = ""
     """What the kubelet says about the pod as a whole, such as why it was evicted."""
     mount_failure: str = ""
@@ -213,7 +221,7 @@ def read_pod(pod: Document) -> PodSeen:
     return PodSeen(
         name=metadata["name"],
         uid=metadata["uid"],
-        generation=int(labels.get(LABEL_GENERATION, "0")),
+        generation=_count(LABEL_GENERATION, labels.get(LABEL_GENERATION), 0),
         revision=labels.get(LABEL_REVISION, ""),
         created_s=parse_time(metadata.get("creationTimestamp")) or 0.0,
         node=spec.get("nodeName"),
@@ -228,6 +236,7 @@ def read_pod(pod: Document) -> PodSeen:
         waiting=next(filter(None, map(_waiting, [*inits, *statuses])), None),
         init_ended=next((end for end in map(_ended, inits) if end and end.exit_code), None),
         unschedulable=scheduled.get("message", "") if scheduled.get("status") == "False" else None,
+        scheduled_s=parse_time(scheduled.get("lastTransitionTime")) if scheduled.get("status") == "True" else None,
         status_message=status.get("message", "") or status.get("reason", ""),
     )
 
@@ -254,12 +263,12 @@ def _group(stateful_set: Document, pods: list[Document], mount_failures: Mapping
         key=GroupKey(Role(metadata["labels"][LABEL_ROLE]), int(metadata["labels"][LABEL_GROUP])),
         uid=uid,
         owner_uid=_controller(stateful_set),
-        generation=int(template.get(LABEL_GENERATION, "1")),
+        generation=_count(LABEL_GENERATION, template.get(LABEL_GENERATION), 1),
         revision=template.get(LABEL_REVISION, ""),
         replicas=spec.get("replicas", 1),
-        restarted_s=parse_time(annotations.get(ANNOTATION_RESTARTED_AT)),
-        restarts=int(annotations.get(ANNOTATION_RESTARTS, "0")),
-        streak=int(annotations.get(ANNOTATION_STREAK, "0")),
+        restarted_s=_time(annotations.get(ANNOTATION_RESTARTED_AT)),
+        restarts=_count(ANNOTATION_RESTARTS, annotations.get(ANNOTATION_RESTARTS), 0),
+        streak=_count(ANNOTATION_STREAK, annotations.get(ANNOTATION_STREAK), 0),
         failure=_failure(annotations.get(ANNOTATION_FAILURE)),
         deleting=bool(metadata.get("deletionTimestamp")),
         pods=tuple(
@@ -291,11 +300,42 @@ def _controller(document: Document) -> str:
     return next((reference["uid"] for reference in references if reference.get("controller")), "")
 
 
+# Anybody may edit labels and annotations: what cannot be read is taken as absent, and written anew with the next stamp.
+
+
+def _count(name: str, text: str | None, default: int) -> int:
+    if text is None:
+        return default
+    if not re.fullmatch("[0-9]{1,9}", text):
+        _note_unreadable(name, text)
+        return default
+    return int(text)
+
+
+def _time(text: str | None) -> float | None:
+    try:
+        return parse_time(text)
+    except ValueError:
+        _note_unreadable(ANNOTATION_RESTARTED_AT, str(text))
+        return None
+
+
 def _failure(text: str | None) -> FailureSeen | None:
     if text is None:
         return None
-    noted = json.loads(text)
-    return FailureSeen(time=noted["time"], pod=noted["pod"], message=noted["message"])
+    try:
+        noted = json.loads(text)
+        # As long as the status can hold.
+        return FailureSeen(str(noted["time"])[:64], str(noted["pod"])[:253], str(noted["message"])[:2048])
+    except (ValueError, KeyError, TypeError):
+        _note_unreadable(ANNOTATION_FAILURE, text)
+        return None
+
+
+@lru_cache(maxsize=256)
+def _note_unreadable(name: str, text: str) -> None:
+    """Said once: the same look is taken again and again."""
+    log.warning("annotation_unreadable", name=name, got=text[:200])
 
 
 def _condition(status: Document, kind: str) -> Mapping[str, Any]:
@@ -305,7 +345,8 @@ def _condition(status: Document, kind: str) -> Mapping[str, Any]:
 def _ended(container: Document) -> Ended | None:
     for state in (container.get("state", {}), container.get("lastState", {})):
         if (end := state.get("terminated")) is not None:
-            return Ended(end.get("reason", ""), end.get("exitCode", 0), end.get("message", ""))
+            at_s = parse_time(end.get("finishedAt"))
+            return Ended(end.get("reason", ""), end.get("exitCode", 0), end.get("message", ""), at_s)
     return None
 
 

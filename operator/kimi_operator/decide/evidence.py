@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum
 
 from kimi_operator.observe import GroupSeen, NodeSeen, PodSeen
+
+NODE_GRACE_S = 60.0
+"""How long a node may be NotReady, where the operator's settings say nothing else."""
+SCHEDULING_S = 5.0
+"""A pod that got its node later than this after it was made had to wait for one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,8 +20,19 @@ class Patience:
 
     start_s: float = 3600.0
     """From the start of a container to ready; also how long a group may stay unready after it was ready."""
-    node_s: float = 20.0
+    node_s: float = NODE_GRACE_S
     """How long a node may be NotReady. The cluster's own grace period has passed before that."""
+
+
+class Cause(Enum):
+    """What a restart is due to; it says what the restart costs."""
+
+    FAILURE = "failure"
+    """The group broke: nothing is left to drain, and the budget pays."""
+    LEAVING = "leaving"
+    """Somebody took a pod away while all of them worked: the whole group drains, and nobody is to blame."""
+    SHORTAGE = "shortage"
+    """A pod waited in vain for a peer that had no node: nothing to drain, and the group is not to blame."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +41,7 @@ class Evidence:
 
     pod: str
     message: str
+    cause: Cause = Cause.FAILURE
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +60,16 @@ class Scene:
 def find_failure(group: GroupSeen, replicas: int, scene: Scene, patience: Patience) -> Evidence | None:
     """The first sign that the group's present generation cannot serve as it is; None while it runs or starts."""
     pods = group.current
-    for sign in (_ended, _restarted, _going, _finished):
+    for sign in (_ended, _restarted, _finished):
         for pod in pods:
             if (message := sign(pod)) is not None:
-                return Evidence(pod.name, message)
+                return Evidence(pod.name, message, _blame(pod, pods))
+    # A pod that is told to leave while all work comes last but for the waits: any other sign is one of a loss.
     return (
         _replaced(pods)
         or _missing(pods, replicas)
         or _node_lost(pods, scene, patience)
+        or _leaving(pods, scene)
         or _never_ready(pods, patience, scene.now_s)
     )
 
@@ -63,7 +83,7 @@ def next_deadline_s(group: GroupSeen, scene: Scene, patience: Patience) -> float
 
 def _ended(pod: PodSeen) -> str | None:
     # A container that ended and was not restarted yet. The last words stay in `ended` after a restart too.
-    return str(pod.ended) if pod.ended is not None and pod.restarts == 0 else None
+    return str(pod.ended) if pod.ended is not None and pod.restarts == 0 and not _is_drained(pod) else None
 
 
 def _restarted(pod: PodSeen) -> str | None:
@@ -73,12 +93,33 @@ def _restarted(pod: PodSeen) -> str | None:
     return str(pod.ended) if pod.ended is not None else f"its container was restarted {pod.restarts} times"
 
 
-def _going(pod: PodSeen) -> str | None:
-    return "the pod was deleted" if pod.deleting else None
-
-
 def _finished(pod: PodSeen) -> str | None:
-    return f"the pod {pod.phase.lower()}: {pod.status_message}" if pod.phase in ("Failed", "Succeeded") else None
+    if pod.phase not in ("Failed", "Succeeded") or _is_drained(pod):
+        return None
+    return f"the pod {pod.phase.lower()}: {pod.status_message}"
+
+
+def _is_drained(pod: PodSeen) -> bool:
+    """Whether it was told to leave and ended as it should."""
+    return pod.deleting and pod.restarts == 0 and pod.ended is not None and pod.ended.exit_code == 0
+
+
+def _blame(broken: PodSeen, pods: tuple[PodSeen, ...]) -> Cause:
+    """A pod that was never ready and ended before the last of its peers had a node has waited for that peer."""
+    ended_s = broken.ended.at_s if broken.ended is not None else None
+    if ended_s is None or any(pod.was_ready for pod in pods):
+        return Cause.FAILURE
+    late = [pod for pod in pods if pod.scheduled_s is not None and pod.scheduled_s - pod.created_s > SCHEDULING_S]
+    return Cause.SHORTAGE if any((pod.scheduled_s or 0.0) > ended_s for pod in late) else Cause.FAILURE
+
+
+def _leaving(pods: tuple[PodSeen, ...], scene: Scene) -> Evidence | None:
+    going = next((pod for pod in pods if pod.deleting), None)
+    if going is None:
+        return None
+    homes = [scene.node_of(pod) for pod in pods]
+    works = all(home is None or home.ready for home in homes)
+    return Evidence(going.name, "the pod was deleted", Cause.LEAVING if works else Cause.FAILURE)
 
 
 def _replaced(pods: tuple[PodSeen, ...]) -> Evidence | None:

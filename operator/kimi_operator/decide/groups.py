@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from kimi_operator.api.conditions import Reason
 from kimi_operator.api.status import GroupState
 from kimi_operator.decide.blocked import Blocked, find_blocked
-from kimi_operator.decide.evidence import Evidence, Patience, Scene, find_failure, next_deadline_s
+from kimi_operator.decide.evidence import Cause, Evidence, Patience, Scene, find_failure, next_deadline_s
 from kimi_operator.observe import FailureSeen, GroupSeen, PodSeen
 from kimi_operator.render.names import GroupKey, stateful_set_name
 from kimi_operator.times import format_time
@@ -43,6 +43,8 @@ class GroupWanted:
     replicas: int
     revision: str
     suspended: bool = False
+    keeps_template: bool = False
+    """Nothing can be rendered for it: it lives on with the template that it has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +81,7 @@ class GroupDecision:
     retry_s: float | None = None
     """When back-off ends."""
     restarted: bool = False
-    """This decision restarts the group after a failure."""
+    """This decision restarts the group: after a failure, or (reason Draining) because a pod of it has to leave."""
     blocked: Blocked | None = None
 
 
@@ -87,6 +89,22 @@ def decide_group(
     wanted: GroupWanted, seen: GroupSeen | None, scene: Scene, policy: GroupPolicy, *, may_roll: bool
 ) -> GroupDecision:
     """One look at one group. `may_roll`: an outdated group may be replaced now; it never is otherwise."""
+    decision = _decide(wanted, seen, scene, policy, may_roll=may_roll)
+    return replace(decision, keep_template=True) if wanted.keeps_template else decision
+
+
+def without_stamp(wanted: GroupWanted, seen: GroupSeen | None, scene: Scene, policy: GroupPolicy) -> GroupDecision:
+    """What a group is whose next stamp the API server did not take: what it was, with all of its pods."""
+    decision = decide_group(wanted, seen, scene, policy, may_roll=False)
+    if seen is None or decision.stamp is None or decision.stamp.generation == seen.generation:
+        return decision
+    state = GroupState.FAILED if decision.restarted else decision.state
+    return replace(decision, state=state, stamp=_stamp(seen), delete=(), grace_s=None, restarted=False)
+
+
+def _decide(
+    wanted: GroupWanted, seen: GroupSeen | None, scene: Scene, policy: GroupPolicy, *, may_roll: bool
+) -> GroupDecision:
     if seen is None:
         return _create(wanted)
     if seen.deleting or seen.owner_uid != wanted.owner_uid:
@@ -136,7 +154,12 @@ def _start_anew(wanted: GroupWanted, seen: GroupSeen, reason: Reason, message: s
 def _continue(wanted: GroupWanted, seen: GroupSeen, scene: Scene, policy: GroupPolicy) -> GroupDecision:
     if seen.stale:
         return _clear_away(wanted, seen, scene, policy)
+    if any(pod.unschedulable is not None for pod in seen.current):
+        # A restart helps nobody: the others would wait for the same peer again. They are judged once it has a node.
+        return _starting(wanted, seen, scene, policy)
     evidence = find_failure(seen, wanted.replicas, scene, policy.patience)
+    if evidence is not None and evidence.cause is not Cause.FAILURE:
+        return _restart(wanted, seen, evidence, scene, policy)
     if evidence is not None:
         return _restart_or_wait(wanted, seen, evidence, scene, policy)
     ready = [pod for pod in seen.current if pod.ready]
@@ -151,16 +174,18 @@ def _clear_away(wanted: GroupWanted, seen: GroupSeen, scene: Scene, policy: Grou
     off = [pod for pod, node in homes.items() if node is not None and node.out_of_service]
     stuck = [(pod, node) for pod, node in homes.items() if pod.deleting and node is not None and not node.ready]
     message = f"waits until {len(seen.stale)} pods of the previous start are gone"
+    after_failure = seen.streak > 0
+    is_update = any(pod.revision != seen.revision for pod in seen.stale)
+    reason = Reason.GROUP_RESTARTING if after_failure else Reason.UPDATING if is_update else Reason.DRAINING
     if stuck and not off:
         pod, node = stuck[0]
+        reason = Reason.NODE_LOST
         message = (
             f"pod {pod.name} cannot leave node {node.name}, which is NotReady; bring the node back, or if it is off "
             f"taint it: kubectl taint node {node.name} node.kubernetes.io/out-of-service=nodeshutdown:NoExecute"
         )
-    after_failure = seen.streak > 0
     return GroupDecision(
-        wanted.key, GroupState.DRAINING, Reason.GROUP_RESTARTING if after_failure else Reason.UPDATING, message,
-        _stamp(seen), wanted.replicas,
+        wanted.key, GroupState.DRAINING, reason, message, _stamp(seen), wanted.replicas,
         delete=tuple(pod for pod in seen.stale if not pod.deleting and pod not in off),
         grace_s=policy.restart_grace_s if after_failure else None,
         force_delete=tuple(off),
@@ -180,20 +205,32 @@ def _restart_or_wait(
             f"kubectl delete pod {names}"
         )
         return replace(failed, reason=Reason.RESTART_BUDGET_EXHAUSTED, message=message)
-    retry_s = (seen.restarted_s or 0.0) + _delay_s(policy, seen.streak)
+    # A time to come is none of ours.
+    restarted_s = seen.restarted_s if seen.restarted_s is not None and seen.restarted_s <= scene.now_s else 0.0
+    retry_s = restarted_s + _delay_s(policy, seen.streak)
     if scene.now_s < retry_s:
         message = f"{said}; restart {seen.streak + 1} of {policy.restart_budget} at {format_time(retry_s)}"
         return replace(failed, message=message, look_again_s=retry_s, retry_s=retry_s)
+    return _restart(wanted, seen, evidence, scene, policy)
+
+
+def _restart(
+    wanted: GroupWanted, seen: GroupSeen, evidence: Evidence, scene: Scene, policy: GroupPolicy
+) -> GroupDecision:
+    """A restart at once. The budget pays only for failures; pods that work take the time they need to drain."""
+    drains = evidence.cause is Cause.LEAVING
     stamp = Stamp(
         generation=seen.generation + 1,
         restarted_s=scene.now_s,
         restarts=seen.restarts + 1,
-        streak=seen.streak + 1,
+        streak=seen.streak + (evidence.cause is Cause.FAILURE),
         failure=FailureSeen(format_time(scene.now_s), evidence.pod, evidence.message[:2048]),
     )
     return GroupDecision(
-        wanted.key, GroupState.DRAINING, Reason.GROUP_RESTARTING, said, stamp, wanted.replicas,
-        delete=tuple(pod for pod in seen.pods if not pod.deleting), grace_s=policy.restart_grace_s, restarted=True,
+        wanted.key, GroupState.DRAINING, Reason.DRAINING if drains else Reason.GROUP_RESTARTING,
+        f"{evidence.pod}: {evidence.message}", stamp, wanted.replicas,
+        delete=tuple(pod for pod in seen.pods if not pod.deleting),
+        grace_s=None if drains else policy.restart_grace_s, restarted=True,
     )  # fmt: skip
 
 
@@ -211,7 +248,8 @@ def _ready(wanted: GroupWanted, seen: GroupSeen, scene: Scene, policy: GroupPoli
 
 
 def _starting(wanted: GroupWanted, seen: GroupSeen, scene: Scene, policy: GroupPolicy) -> GroupDecision:
-    blocked = find_blocked(seen.current)
+    # One without a node comes first: what the others wait for is that one.
+    blocked = find_blocked(sorted(seen.current, key=lambda pod: pod.unschedulable is None))
     running = len(seen.current) == wanted.replicas and all(pod.started_s is not None for pod in seen.current)
     state = GroupState.STARTING if running else GroupState.PENDING
     ready = sum(pod.ready for pod in seen.current)

@@ -33,18 +33,27 @@ def decide_groups(
 def next_to_roll(
     wanted: Sequence[GroupWanted], seen: Mapping[GroupKey, GroupSeen], decisions: Mapping[GroupKey, GroupDecision]
 ) -> set[GroupKey]:
-    """Outdated groups to replace now: all that serve nobody; else one, when every updated group is ready.
+    """Outdated groups to replace now, once every updated group is ready: all that serve nobody, else one.
 
-    Groups take turns by index, prefill before decode, so that with two groups a role a pair of equal revisions is
-    always there.
+    Until then an outdated group that breaks restarts at its own revision: the new one may be the worse. A group that
+    has lost its readiness for a while is counted as one that is down, and is the one to replace. Else groups take turns
+    by index, prefill before decode, so that with two groups a role a pair of equal revisions is always there.
     """
     outdated = {group.key for group in wanted if group.key in seen and seen[group.key].revision != group.revision}
-    idle = {key for key in outdated if decisions[key].state is not GroupState.READY}
-    if idle:
-        return idle
     if any(decisions[group.key].state is not GroupState.READY for group in wanted if group.key not in outdated):
         return set()
-    return set(sorted(outdated, key=_turn)[:1])
+    unready = {key for key in outdated if decisions[key].state is not GroupState.READY}
+    unsteady = {key for key in unready if _is_unsteady(seen[key], decisions[key])}
+    if unready - unsteady:
+        return unready - unsteady
+    if len(unsteady) > 1:
+        return set()
+    return unsteady or set(sorted(outdated, key=_turn)[:1])
+
+
+def _is_unsteady(group: GroupSeen, decision: GroupDecision) -> bool:
+    """Whether a group has been serving and may be again without a restart."""
+    return decision.state is GroupState.STARTING and any(pod.was_ready for pod in group.current)
 
 
 def _turn(key: GroupKey) -> tuple[int, int]:

@@ -2,11 +2,13 @@
 
 It keeps the semantics that matter: a StatefulSet makes missing pods from its present template, at some later moment and
 perhaps from a template that it has not yet seen replaced; a deleted pod takes time to leave, and never leaves a node
-that is off; a group becomes ready only when all of its pods of one generation run since their first start together.
+that is off; a group becomes ready only when all of its pods of one generation run since their first start together;
+one whose peer does not come gives up after a while; readiness may be lost and come back.
 """
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass, field, replace
 
@@ -45,7 +47,12 @@ class SimulatedCluster:
         self.broken_revisions: set[str] = set()
         self.decisions: dict[GroupKey, GroupDecision] = {}
         self.num_uids = 0
-        self.log: list[str] = []
+        self.num_places = 1_000_000
+        """Pods that the nodes have room for."""
+        self.peer_patience_s = math.inf
+        """A container that has waited this long for its peers ends."""
+        self.graces: list[float | None] = []
+        """Of the deletions that the operator asked for, in seconds; None: the pod's own."""
 
     # -- what the operator does ------------------------------------------------
 
@@ -60,6 +67,7 @@ class SimulatedCluster:
                 revision = seen[key].revision if decision.keep_template else revisions[key]
                 self._apply(key, decision.stamp, decision.replicas, revision)
             for pod in decision.delete:
+                self.graces.append(decision.grace_s)
                 self._delete(key, pod, decision.grace_s)
             for pod in decision.force_delete:
                 self._remove(key, pod)
@@ -92,6 +100,8 @@ class SimulatedCluster:
         if standing is None or standing.uid != pod.uid:  # the precondition of the real call
             return
         del self.sets[key].pods[ordinal]
+        if standing.node is None:  # nobody has to end anything
+            return
         leaves_s = self.now_s + self.rng.uniform(0, 30 if grace_s is None else grace_s)
         self.leaving.append((leaves_s, standing, key, ordinal))
 
@@ -135,13 +145,33 @@ class SimulatedCluster:
         free = [name for name, node in self.nodes.items() if node.ready and not node.out_of_service]
         for ordinal, pod in group.pods.items():
             if pod.node is None and free:
-                group.pods[ordinal] = replace(pod, node=self.rng.choice(free))
+                group.pods[ordinal] = self._schedule(pod, free)
             elif pod.node and self.nodes[pod.node].ready and pod.started_s is None and pod.ended is None:
                 if pod.restarts == 0 and self.rng.random() < 0.6:
                     group.pods[ordinal] = replace(pod, started_s=self.now_s, phase="Running")
             elif pod.revision in self.broken_revisions and pod.started_s is not None and pod.restarts == 0:
                 self.kill_container(group, ordinal, "checkpoint /models/checkpoint/config.json: no such file")
+            elif not pod.was_ready and pod.restarts == 0 and self._has_waited_in_vain(pod):
+                self.kill_container(group, ordinal, "its peers did not come")
         self._form(group)
+        self._recover(group)
+
+    def _schedule(self, pod: PodSeen, free: list[str]) -> PodSeen:
+        placed = [one for group in self.sets.values() for one in group.pods.values() if one.node is not None]
+        if len(placed) + len(self.leaving) >= self.num_places:
+            return replace(pod, unschedulable="0/8 nodes are available: 8 Insufficient amd.com/gpu.")
+        return replace(pod, node=self.rng.choice(free), scheduled_s=self.now_s, unschedulable=None)
+
+    def _has_waited_in_vain(self, pod: PodSeen) -> bool:
+        return pod.started_s is not None and self.now_s - pod.started_s > self.peer_patience_s
+
+    def _recover(self, group: SimulatedSet) -> None:
+        """A group that has lost nothing but its readiness gets it back."""
+        whole = len(group.pods) == group.seen.replicas and all(pod.was_ready for pod in group.pods.values())
+        for ordinal, pod in group.pods.items():
+            well = pod.restarts == 0 and pod.node is not None and self.nodes[pod.node].ready
+            if whole and well and not pod.ready and self.rng.random() < 0.2:
+                group.pods[ordinal] = replace(pod, ready=True, ready_changed_s=self.now_s)
 
     def _form(self, group: SimulatedSet) -> None:
         """All pods of one generation that run since their first start become ready together."""
@@ -161,13 +191,19 @@ class SimulatedCluster:
         pod = group.pods[ordinal]
         group.pods[ordinal] = replace(
             pod, restarts=pod.restarts + 1, ready=False, ready_changed_s=self.now_s, started_s=self.now_s,
-            ended=Ended("Error", 1, message),
+            ended=Ended("Error", 1, message, self.now_s),
         )  # fmt: skip
 
+    def blip(self, key: GroupKey, ordinal: int) -> None:
+        """Two probes in a row come too late: the pod is unready for a while."""
+        pod = self.sets[key].pods.get(ordinal)
+        if pod is not None and pod.ready:
+            self.sets[key].pods[ordinal] = replace(pod, ready=False, ready_changed_s=self.now_s)
+
     def delete_pod(self, key: GroupKey, ordinal: int) -> None:
-        """kubectl delete pod; the rest of the group hangs on, unaware."""
+        """kubectl delete pod, or the drain of its node."""
         if ordinal in self.sets[key].pods:
-            self._delete(key, self.sets[key].pods[ordinal], 1)
+            self._delete(key, self.sets[key].pods[ordinal], None)
 
     def vanish_pod(self, key: GroupKey, ordinal: int) -> None:
         """kubectl delete pod --force: gone at once, and made again before anybody looks."""
@@ -191,6 +227,11 @@ class SimulatedCluster:
                     self.kill_container(group, ordinal, "lost the connection to rank 0")
 
     # -- looking ---------------------------------------------------------------
+
+    def has_formed(self, key: GroupKey) -> bool:
+        """Whether all pods of a group stand, and have been ready together."""
+        pods = self.sets[key].pods.values()
+        return len(pods) == self.sets[key].seen.replicas and all(pod.was_ready for pod in pods)
 
     def run(self, for_s: float, every_s: float = STEP_S) -> None:
         """Let cluster and operator run side by side."""

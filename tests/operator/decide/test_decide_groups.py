@@ -9,7 +9,8 @@ from kimi_operator.api.conditions import Reason
 from kimi_operator.api.deployment import Role
 from kimi_operator.api.status import GroupState
 from kimi_operator.decide.evidence import Patience, Scene
-from kimi_operator.decide.groups import GroupDecision, GroupPolicy, GroupWanted, decide_group
+from kimi_operator.decide.groups import GroupDecision, GroupPolicy, GroupWanted, decide_group, without_stamp
+from kimi_operator.decide.rollout import decide_groups
 from kimi_operator.observe import Ended, GroupSeen, NodeSeen, PodSeen
 from kimi_operator.render.names import GroupKey
 from simulated_cluster import OWNER, SimulatedCluster
@@ -78,7 +79,7 @@ FAILURES = {
     "worker said why": (pod(1, started_s=None, ready=False, ended=Ended("Error", 1, "rank 3: NaN")), ("rank 3: NaN",)),
     "restarted in place": (pod(1, restarts=1, ready=False, ended=KILLED, started_s=9_995.0), ("137",)),
     "restarted in place and ready": (pod(1, restarts=1), ("restarted 1 times",)),
-    "deleted by hand": (pod(1, deleting=True), ("deleted",)),
+    "crashed, then deleted by hand": (pod(1, deleting=True, ended=KILLED, started_s=None, ready=False), ("137",)),
     "evicted": (pod(1, phase="Failed", ready=False, status_message="low on disk"), ("failed", "low on disk")),
     "replaced unseen": (pod(1, created_s=9_500.0, started_s=9_510.0, ready=False, ready_changed_s=9_500.0),
                         ("replaced", "k3-decode-0-0")),
@@ -96,6 +97,34 @@ def test_each_failure_restarts_the_whole_group_once(broken: PodSeen, words: tupl
         {broken.name} if broken.deleting else set()
     )
     assert decision.grace_s == POLICY.restart_grace_s
+
+
+LEAVING = {
+    "told to leave": (pod(0), pod(1, deleting=True)),
+    "both told to leave": (pod(0, deleting=True), pod(1, deleting=True)),
+    "drained": (pod(0), pod(1, deleting=True, ready=False, started_s=None, ended=Ended("Completed", 0, ""))),
+    "before it was ready": (pod(0, ready=False, ready_changed_s=8_900.0),
+                            pod(1, ready=False, ready_changed_s=8_900.0, deleting=True)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("pods", LEAVING.values(), ids=LEAVING.keys())
+@pytest.mark.parametrize("streak", [0, 2, 5])
+def test_a_pod_that_must_leave_drains_its_group_at_nobodys_cost(pods: tuple[PodSeen, PodSeen], streak: int) -> None:
+    decision = decide(group(*pods, streak=streak, restarted_s=NOW_S - 1))
+    assert decision.restarted
+    assert decision.reason is Reason.DRAINING
+    assert decision.stamp is not None
+    assert (decision.stamp.generation, decision.stamp.restarts, decision.stamp.streak) == (4, 3, streak)
+    assert decision.delete == tuple(one for one in pods if not one.deleting)
+    assert decision.grace_s is None
+
+
+def test_a_pod_that_leaves_a_lost_node_is_a_failure() -> None:
+    away = {"n1": NodeSeen("n1", ready=False, ready_changed_s=NOW_S - 5)}
+    assert_restarts(decide(group(pod(0), pod(1, deleting=True)), nodes=away), "k3-decode-0-1", "deleted")
+    peers = {"n0": NodeSeen("n0", ready=False, ready_changed_s=NOW_S - 5)}
+    assert_restarts(decide(group(pod(0), pod(1, deleting=True)), nodes=peers), "k3-decode-0-1", "deleted")
 
 
 def test_a_peer_that_lost_readiness_betrays_a_replaced_pod_too() -> None:
@@ -165,6 +194,11 @@ def test_back_off_never_exceeds_five_minutes() -> None:
     assert decision.retry_s == NOW_S + 300.0
 
 
+def test_a_restart_that_is_noted_for_a_time_to_come_holds_nothing_up() -> None:
+    broken = group(pod(0), pod(1, ended=KILLED, ready=False), streak=1, restarted_s=253_402_300_799.0)
+    assert decide(broken).restarted
+
+
 def test_past_its_budget_a_group_stays_failed_with_its_pods() -> None:
     broken = group(pod(0), pod(1, ended=Ended("Error", 1, "no such file"), ready=False), streak=5, restarted_s=0.0)
     decision = decide(broken)
@@ -211,10 +245,12 @@ def test_pods_on_a_lost_node_are_forced_only_once_it_is_tainted() -> None:
     away = NodeSeen("n1", ready=False, ready_changed_s=9_000.0)
     waiting = decide(seen, nodes={"n1": away})
     assert not waiting.force_delete
+    assert waiting.reason is Reason.NODE_LOST
     assert "node n1, which is NotReady" in waiting.message
     assert "out-of-service" in waiting.message
     forced = decide(seen, nodes={"n1": replace(away, out_of_service=True)})
     assert [one.name for one in forced.force_delete] == ["k3-decode-0-1"]
+    assert forced.reason is Reason.GROUP_RESTARTING
 
 
 def test_anothers_stateful_set_is_not_touched() -> None:
@@ -243,6 +279,93 @@ def test_an_outdated_group_is_held_until_its_turn_but_still_restarted() -> None:
     broken = decide(group(pod(0), pod(1, ended=KILLED, ready=False)), newer)
     assert broken.restarted
     assert broken.keep_template
+
+
+@pytest.mark.parametrize("broken", [pod(1, ended=KILLED, ready=False), pod(1, deleting=True), pod(1)])
+def test_a_group_that_nothing_is_rendered_for_keeps_its_template(broken: PodSeen) -> None:
+    decision = decide(group(pod(0), broken), replace(WANTED, keeps_template=True))
+    assert decision.keep_template
+
+
+def test_a_stamp_that_was_not_taken_is_no_restart() -> None:
+    scene = Scene({}, NOW_S)
+    broken = group(pod(0), pod(1, ended=KILLED, ready=False))
+    failed = without_stamp(WANTED, broken, scene, POLICY)
+    assert (failed.state, failed.restarted, failed.delete) == (GroupState.FAILED, False, ())
+    assert failed.stamp is not None
+    assert (failed.stamp.generation, failed.stamp.restarts, failed.stamp.streak) == (3, 2, 0)
+    outdated = without_stamp(replace(WANTED, revision="v1-b"), group(pod(0), pod(1)), scene, POLICY)
+    assert (outdated.state, outdated.keep_template) == (GroupState.READY, True)
+    assert without_stamp(WANTED, None, scene, POLICY).state is GroupState.PENDING
+
+
+HOMELESS = pod(
+    1, unschedulable="3 Insufficient amd.com/gpu.", node=None, ready=False, ready_changed_s=None, started_s=None,
+    phase="Pending",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("streak", [0, 5])
+@pytest.mark.parametrize(
+    "waiter",
+    [pod(0, restarts=1, ready=False, ended=KILLED), pod(0, ready=False, started_s=100.0, ready_changed_s=50.0)],
+)
+def test_a_group_with_a_pod_that_has_no_node_is_not_judged(waiter: PodSeen, streak: int) -> None:
+    decision = decide(group(waiter, HOMELESS, streak=streak))
+    assert (decision.state, decision.reason) == (GroupState.PENDING, Reason.INSUFFICIENT_CAPACITY)
+    assert decision.message == "k3-decode-0-1: 3 Insufficient amd.com/gpu."
+    assert not decision.restarted
+
+
+def test_a_pod_that_waited_in_vain_for_a_peer_without_a_node_costs_nothing() -> None:
+    gave_up = replace(KILLED, at_s=9_700.0)
+    waiter = pod(0, restarts=1, ready=False, ready_changed_s=8_900.0, ended=gave_up, started_s=9_705.0)
+    late = replace(HOMELESS, unschedulable=None, node="n1", scheduled_s=9_990.0)
+    revived = decide(group(waiter, late, streak=5, restarted_s=9_000.0))
+    assert revived.restarted
+    assert revived.stamp is not None
+    assert (revived.stamp.generation, revived.stamp.streak) == (4, 5)
+    punctual = replace(late, scheduled_s=late.created_s + 1.0)
+    assert decide(group(waiter, punctual, streak=5)).reason is Reason.RESTART_BUDGET_EXHAUSTED
+    formed = replace(waiter, ready_changed_s=9_800.0)
+    assert decide(group(formed, late, streak=5)).reason is Reason.RESTART_BUDGET_EXHAUSTED
+
+
+def decide_rollout(*groups: GroupSeen) -> dict[int, GroupDecision]:
+    """Decode groups by index, all of which should be at v1-b."""
+    seen = {GroupKey(Role.DECODE, index): replace(one, key=GroupKey(Role.DECODE, index))
+            for index, one in enumerate(groups)}  # fmt: skip
+    wanted = [replace(WANTED, key=key, revision="v1-b") for key in seen]
+    nodes = {name: NodeSeen(name) for name in ("n0", "n1")}
+    decisions = decide_groups(wanted, seen, Scene(nodes, NOW_S), POLICY, paused=False)
+    return {key.group: decision for key, decision in decisions.items()}
+
+
+def rolled(decisions: dict[int, GroupDecision]) -> list[int]:
+    return [index for index, one in decisions.items() if one.reason is Reason.UPDATING]
+
+
+STEADY = group(pod(0), pod(1))
+BLIP = group(pod(0), pod(1, ready=False, ready_changed_s=9_995.0))
+CRASHED = group(pod(0), pod(1, ended=KILLED, ready=False))
+NEVER = group(*(pod(i, ready=False, ready_changed_s=8_900.0, started_s=9_900.0) for i in range(2)))
+UPDATED = group(*(pod(i, revision="v1-b") for i in range(2)), revision="v1-b")
+UPDATING = replace(NEVER, revision="v1-b")
+
+
+def test_a_blip_of_readiness_is_no_leave_to_replace_a_group() -> None:
+    assert rolled(decide_rollout(UPDATING, STEADY, BLIP)) == []
+    assert rolled(decide_rollout(UPDATED, BLIP, BLIP)) == []
+    assert rolled(decide_rollout(UPDATED, STEADY, BLIP)) == [2]
+    assert rolled(decide_rollout(UPDATED, STEADY, STEADY)) == [1]
+
+
+def test_groups_that_serve_nobody_are_replaced_together_unless_the_new_revision_has_yet_to_show_itself() -> None:
+    assert rolled(decide_rollout(NEVER, CRASHED, STEADY)) == [0, 1]
+    held = decide_rollout(UPDATING, CRASHED, NEVER)
+    assert rolled(held) == []
+    assert held[1].restarted
+    assert held[1].keep_template
 
 
 BLOCKS = {
@@ -305,6 +428,34 @@ def test_one_failure_gives_exactly_one_restart(seed: int) -> None:
     }
 
 
+@pytest.mark.parametrize("seed", range(7))
+def test_a_drained_node_ends_no_request_and_costs_no_budget(seed: int) -> None:
+    """Every pod of the node is told to leave; the operator looks while they do."""
+    cluster = started(seed)
+    key = cluster.rng.choice(sorted(cluster.sets))
+    cluster.graces.clear()
+    for _ in range(4):
+        cluster.delete_pod(key, cluster.rng.randrange(2))
+        cluster.operate()
+        cluster.run_until_settled(limit_s=400)
+    assert set(cluster.graces) == {None}
+    assert (cluster.sets[key].seen.restarts, cluster.sets[key].seen.streak) == (4, 0)
+
+
+@pytest.mark.parametrize("seed", range(7))
+def test_a_group_that_waits_for_a_node_keeps_its_budget_and_starts_when_one_comes(seed: int) -> None:
+    cluster = SimulatedCluster(seed, wanted_groups(2), POLICY)
+    cluster.num_places, cluster.peer_patience_s = cluster.rng.randrange(1, 8), 60.0
+    cluster.run(for_s=1000)
+    assert all(one.seen.streak == 0 for one in cluster.sets.values())
+    unready = [one for one in cluster.decisions.values() if one.state is not GroupState.READY]
+    assert unready
+    assert {one.reason for one in unready} == {Reason.INSUFFICIENT_CAPACITY}
+    cluster.num_places = 8
+    cluster.run_until_settled(limit_s=400)
+    assert all(one.seen.streak == 0 for one in cluster.sets.values())
+
+
 @pytest.mark.parametrize("seed", range(15))
 def test_a_lost_node_and_its_return(seed: int) -> None:
     cluster = started(seed)
@@ -323,14 +474,14 @@ def test_a_lost_node_and_its_return(seed: int) -> None:
 def test_a_rollout_takes_one_group_at_a_time(seed: int) -> None:
     cluster = started(seed)
     cluster.wanted = wanted_groups(2, "v1-b")
-    for _ in range(400):
+    for _ in range(600):
+        if cluster.rng.random() < 0.05:
+            cluster.blip(cluster.rng.choice(sorted(cluster.sets)), cluster.rng.randrange(2))
         cluster.run(for_s=2)
         if cluster.settled():
             break
-        ready = [one for one in cluster.sets.values() if all(p.ready for p in one.pods.values()) and len(one.pods) == 2]
-        assert len(ready) >= len(cluster.sets) - 1
-        for role in Role:
-            assert any(one.seen.key.role is role for one in ready)
+        formed = [key for key in cluster.sets if cluster.has_formed(key)]
+        assert len(formed) >= len(cluster.sets) - 1
     assert cluster.settled()
     assert all(one.seen.restarts == 0 for one in cluster.sets.values())
 
@@ -344,6 +495,12 @@ def test_a_bad_revision_stops_at_its_first_group_and_a_good_one_follows(seed: in
     assert [one.seen.revision for one in cluster.sets.values()].count("v1-bad") == 1
     stuck = [decision for decision in cluster.decisions.values() if decision.state is GroupState.FAILED]
     assert [decision.reason for decision in stuck] == [Reason.RESTART_BUDGET_EXHAUSTED]
+    for key, one in cluster.sets.items():
+        if one.seen.revision == "v1-a":
+            cluster.kill_container(one, 0)
+            cluster.run(for_s=120)
+            assert cluster.has_formed(key)
+    assert [one.seen.revision for one in cluster.sets.values()].count("v1-bad") == 1
     cluster.wanted = wanted_groups(2, "v1-good")
     cluster.run_until_settled(limit_s=800)
 
@@ -369,7 +526,7 @@ def test_random_faults_and_changes_always_converge(seed: int) -> None:
     for change in range(25):
         key = cluster.rng.choice(sorted(cluster.sets))
         ordinal = cluster.rng.randrange(2)
-        match cluster.rng.randrange(8):
+        match cluster.rng.randrange(9):
             case 0 if ordinal in cluster.sets[key].pods:
                 cluster.kill_container(cluster.sets[key], ordinal)
             case 1:
@@ -385,6 +542,8 @@ def test_random_faults_and_changes_always_converge(seed: int) -> None:
             case 6:
                 suspended = cluster.rng.random() < 0.3
                 cluster.wanted = [replace(one, suspended=suspended) for one in cluster.wanted]
+            case 7:
+                cluster.blip(key, ordinal)
             case _:
                 cluster.paused = cluster.rng.random() < 0.2
         cluster.run(for_s=cluster.rng.choice([2, 10, 60]), every_s=cluster.rng.choice([2.0, 6.0]))

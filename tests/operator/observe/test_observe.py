@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
+import pytest
+import structlog
 import yaml
 from kimi_operator.api.deployment import Role
+from kimi_operator.api.status import Failure
 from kimi_operator.observe import gpus_in_use, observe, read_node, read_pod
 from kimi_operator.render.names import GroupKey
 from kimi_operator.times import parse_time
@@ -88,6 +92,30 @@ def test_pods_of_another_owner_or_generation_are_told_apart() -> None:
     assert len(group.pods) == 1
     assert group.current == ()
     assert len(group.stale) == 1
+
+
+@pytest.mark.parametrize("nonsense", ["", "x", "-1", "1e3", "²", "{}", '{"time": 1}', "null", "9" * 40])
+def test_what_somebody_wrote_into_labels_and_annotations_is_as_good_as_absent(nonsense: str) -> None:
+    edited, one = yaml.safe_load(STATEFUL_SET), pod()
+    edited["metadata"]["annotations"] = dict.fromkeys(edited["metadata"]["annotations"], nonsense)
+    edited["spec"]["template"]["metadata"]["labels"]["kimi-operator.io/generation"] = nonsense
+    one["metadata"]["labels"]["kimi-operator.io/generation"] = nonsense
+    with structlog.testing.capture_logs() as logs:
+        for _ in range(3):
+            group = observe([edited, one], []).groups[GroupKey(Role.DECODE, 0)]
+    assert (group.generation, group.restarts, group.streak) == (1, 0, 0)
+    assert (group.restarted_s, group.failure) == (None, None)
+    assert group.pods[0].generation == 0
+    assert len(logs) == len({(entry["name"], entry["got"]) for entry in logs})
+
+
+def test_a_failure_that_is_noted_at_length_fits_the_status() -> None:
+    edited = yaml.safe_load(STATEFUL_SET)
+    note = json.dumps(dict.fromkeys(("time", "pod", "message"), "x" * 9000))
+    edited["metadata"]["annotations"]["kimi-operator.io/last-failure"] = note
+    seen = observe([edited], []).groups[GroupKey(Role.DECODE, 0)].failure
+    assert seen is not None
+    Failure(time=seen.time, pod=seen.pod, message=seen.message)
 
 
 def test_readiness_that_was_lost_is_remembered_and_that_never_was_is_not() -> None:
