@@ -11,6 +11,7 @@ import sys
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from itertools import chain, repeat
 from typing import Any, NoReturn
 
 import aiohttp
@@ -32,12 +33,12 @@ from kimi_operator.probes import Health, serve_probes
 from kimi_operator.queue import QueueSettings, WorkQueue
 from kimi_operator.reconcile import Reconciler
 from kimi_operator.render import RenderConfig
-from kimi_operator.settings import OperatorSettings
+from kimi_operator.settings import LEAVE_S, OperatorSettings
 from kimi_operator.store import DEPLOYMENT_LABEL, Document, Listing, ResourceKey, Store
 
 LAG_PERIOD_S = 1.0
-LEAVE_S = 3.0
-"""How long cancelled parts may take; less than a lease outlives its last renewal."""
+SETTLE_S = 15.0
+"""After the watches began: what went between our first list and their own, they never tell."""
 log = structlog.get_logger()
 
 
@@ -85,8 +86,8 @@ class Operator:
         return Listing(documents, min(listing.version for listing in listings))
 
     async def _relist_forever(self) -> None:
-        while True:
-            await asyncio.sleep(self.settings.resync_s)
+        for pause_s in chain([min(SETTLE_S, self.settings.resync_s)], repeat(self.settings.resync_s)):
+            await asyncio.sleep(pause_s)
             try:
                 await self.list_all()
             except ClusterUnavailable as error:

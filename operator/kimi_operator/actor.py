@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from kimi_operator.cluster import Cluster
 from kimi_operator.decide.groups import GroupDecision, Stamp
 from kimi_operator.decide.leftovers import find_leftovers
 from kimi_operator.errors import ClusterUnavailable, InvalidSpec, Problem
-from kimi_operator.observe import ANNOTATION_FAILURE, ANNOTATION_RESTARTS, ANNOTATION_STREAK, Observed
-from kimi_operator.render import Rendered
-from kimi_operator.render.names import ANNOTATION_RESTARTED_AT, LABEL_GENERATION, GroupKey, Owner, stateful_set_name
+from kimi_operator.observe import ANNOTATION_FAILURE, ANNOTATION_RESTARTS, ANNOTATION_STREAK, Observed, PodSeen
+from kimi_operator.render import Manifest, Rendered
+from kimi_operator.render.names import (
+    ANNOTATION_RESTARTED_AT,
+    LABEL_GENERATION,
+    LABEL_REVISION,
+    GroupKey,
+    Owner,
+    stateful_set_name,
+)
 from kimi_operator.store import Document, ObjectKey, ResourceKey, Store
 from kimi_operator.times import format_time
 
@@ -32,6 +40,32 @@ class NameConflict(InvalidSpec):
 
 
 @dataclass(slots=True)
+class Outcome:
+    """What came of acting on decisions. One object that is refused does not hold up the others."""
+
+    stamped: set[GroupKey] = field(default_factory=set)
+    """Groups whose StatefulSet bears the generation that was decided."""
+    refusals: list[InvalidSpec] = field(default_factory=list)
+    unavailable: ClusterUnavailable | None = None
+    """Why some of it must be tried again."""
+    num_errors: int = 0
+
+    @contextmanager
+    def collect(self) -> Iterator[None]:
+        """Note an error about one object and go on; raises one that says that the API server does not answer."""
+        try:
+            yield
+        except InvalidSpec as error:
+            self.num_errors += 1
+            self.refusals.append(error)
+        except ClusterUnavailable as error:
+            self.num_errors += 1
+            self.unavailable = self.unavailable or error
+            if not error.is_answer:
+                raise
+
+
+@dataclass(slots=True)
 class Actor:
     """The hand of the reconcile loop."""
 
@@ -44,33 +78,45 @@ class Actor:
         rendered: Rendered | None,
         decisions: Mapping[GroupKey, GroupDecision],
         seen: Observed,
-    ) -> None:
-        """Do what was decided; every step may be repeated. Nothing rendered: only what exists is healed.
-
-        Raises NameConflict, InvalidSpec when the API server refuses an object, ClusterUnavailable to try again.
-        """
+    ) -> Outcome:
+        """Do what was decided; every step may be repeated. Nothing rendered: only what exists is healed."""
         metadata = document["metadata"]
         owner = Owner(metadata["name"], metadata["namespace"], metadata["uid"])
-        await self._restamp(owner, decisions)
+        outcome = Outcome()
+        # An API server that does not answer has been noted; nothing more is asked of it.
+        with suppress(ClusterUnavailable):
+            await self._act(owner, rendered, decisions, seen, outcome)
+        outcome.stamped = {key for key, decision in decisions.items() if self._is_stamped(owner, decision)}
+        return outcome
+
+    async def _act(
+        self,
+        owner: Owner,
+        rendered: Rendered | None,
+        decisions: Mapping[GroupKey, GroupDecision],
+        seen: Observed,
+        outcome: Outcome,
+    ) -> None:
+        await self._restamp(owner, decisions, outcome)
         if rendered is not None:
-            await self._apply(owner, rendered, decisions)
-        await self._delete_pods(owner, decisions)
+            await self._apply(owner, rendered, decisions, outcome)
+        await self._delete_pods(owner, decisions, outcome)
         if rendered is not None:
             names = {manifest.key for manifest in rendered.manifests}
             children = self.store.of_owner(ResourceKey(owner.namespace, owner.name))
             for leftover in find_leftovers(children, names, seen, owner.uid):
-                await self.cluster.delete(leftover)
+                with outcome.collect():
+                    await self.cluster.delete(leftover)
 
-    async def _restamp(self, owner: Owner, decisions: Mapping[GroupKey, GroupDecision]) -> None:
+    async def _restamp(self, owner: Owner, decisions: Mapping[GroupKey, GroupDecision], outcome: Outcome) -> None:
         """Groups that keep their template: only generation, size and notes change."""
-        for key, decision in decisions.items():
-            live = self.store.get(ObjectKey("StatefulSet", owner.namespace, stateful_set_name(owner.name, key)))
+        for decision in decisions.values():
+            live = self._stateful_set(owner, decision)
             if live is None or decision.stamp is None or not decision.keep_template:
                 continue
-            labels = live["spec"]["template"]["metadata"]["labels"]
             annotations = group_annotations(decision.stamp)
             known = {name: live["metadata"].get("annotations", {}).get(name) for name in annotations}
-            same = labels[LABEL_GENERATION] == str(decision.stamp.generation) and known == annotations
+            same = _generation(live) == str(decision.stamp.generation) and known == annotations
             if same and live["spec"]["replicas"] == decision.replicas:
                 continue
             template = {"metadata": {"labels": {LABEL_GENERATION: str(decision.stamp.generation)}}}
@@ -78,24 +124,37 @@ class Actor:
                 "metadata": {"annotations": annotations},
                 "spec": {"replicas": decision.replicas, "template": template},
             }
-            await self.cluster.restamp(live, change)
+            with outcome.collect():
+                await self.cluster.restamp(live, change)
 
-    async def _apply(self, owner: Owner, rendered: Rendered, decisions: Mapping[GroupKey, GroupDecision]) -> None:
+    async def _apply(
+        self, owner: Owner, rendered: Rendered, decisions: Mapping[GroupKey, GroupDecision], outcome: Outcome
+    ) -> None:
         by_name = {stateful_set_name(owner.name, key): decision for key, decision in decisions.items()}
+        lacks_basis = False
         for manifest in rendered.manifests:
-            body: Document = manifest.body
-            key = ObjectKey(manifest.kind, manifest.namespace, manifest.name)
-            was_known = self.store.get(key) is not None
-            if not body.get("immutable"):  # the name of one that is follows from its content
-                await self._check_owner(owner, key)
-            if manifest.kind == "StatefulSet":
-                decision = by_name[manifest.name]
-                # One that the watch had not shown yet: what was decided for a missing group does not hold for it.
-                appeared = not was_known and self.store.get(key) is not None
-                if decision.stamp is None or decision.keep_template or appeared:
-                    continue
-                body = _with_annotations(body, group_annotations(decision.stamp))
-            await self.cluster.apply(body)
+            decision = by_name[manifest.name] if manifest.kind == "StatefulSet" else None
+            # Pods must not be moved to a template whose ConfigMap or Service is not there.
+            if decision is not None and lacks_basis and not self._has_revision(owner, decision, manifest):
+                continue
+            num_errors = outcome.num_errors
+            with outcome.collect():
+                await self._apply_one(owner, manifest, decision)
+            lacks_basis |= decision is None and outcome.num_errors > num_errors
+
+    async def _apply_one(self, owner: Owner, manifest: Manifest, decision: GroupDecision | None) -> None:
+        body: Document = manifest.body
+        key = ObjectKey(manifest.kind, manifest.namespace, manifest.name)
+        was_known = self.store.get(key) is not None
+        if not body.get("immutable"):  # the name of one that is follows from its content
+            await self._check_owner(owner, key)
+        if decision is not None:
+            # One that the watch had not shown yet: what was decided for a missing group does not hold for it.
+            appeared = not was_known and self.store.get(key) is not None
+            if decision.stamp is None or decision.keep_template or appeared:
+                return
+            body = _with_annotations(body, group_annotations(decision.stamp))
+        await self.cluster.apply(body)
 
     async def _check_owner(self, owner: Owner, key: ObjectKey) -> None:
         """Nothing that belongs to somebody else is written to. Raises NameConflict, or ClusterUnavailable to wait."""
@@ -109,14 +168,43 @@ class Actor:
             raise ClusterUnavailable(f"{key.kind} {key.name} of the previous {owner.name} is still there", 1.0)
         raise NameConflict(key, f"{holder['kind']} {holder['name']}" if holder else "nobody")
 
-    async def _delete_pods(self, owner: Owner, decisions: Mapping[GroupKey, GroupDecision]) -> None:
+    async def _delete_pods(self, owner: Owner, decisions: Mapping[GroupKey, GroupDecision], outcome: Outcome) -> None:
         for decision in decisions.values():
+            live = self._stateful_set(owner, decision)
             chosen = [(pod, decision.grace_s) for pod in decision.delete]
             chosen += [(pod, 0) for pod in decision.force_delete]
             for pod, grace_s in chosen:
-                live = self.store.get(ObjectKey("Pod", owner.namespace, pod.name))
-                if live is not None and live["metadata"]["uid"] == pod.uid:
-                    await self.cluster.delete(live, grace_s)
+                # Only once the group bears another generation is the successor told apart from the pod; one that is
+                # deleted before would be taken for the next failure.
+                if live is not None and _generation(live) != str(pod.generation):
+                    with outcome.collect():
+                        await self._delete_pod(owner, pod, grace_s)
+
+    async def _delete_pod(self, owner: Owner, pod: PodSeen, grace_s: int | None) -> None:
+        live = self.store.get(ObjectKey("Pod", owner.namespace, pod.name))
+        if live is not None and live["metadata"]["uid"] == pod.uid:
+            await self.cluster.delete(live, grace_s)
+
+    def _stateful_set(self, owner: Owner, decision: GroupDecision) -> Document | None:
+        return self.store.get(ObjectKey("StatefulSet", owner.namespace, stateful_set_name(owner.name, decision.key)))
+
+    def _has_revision(self, owner: Owner, decision: GroupDecision, manifest: Manifest) -> bool:
+        live = self._stateful_set(owner, decision)
+        return live is not None and _label(live, LABEL_REVISION) == _label(manifest.body, LABEL_REVISION)
+
+    def _is_stamped(self, owner: Owner, decision: GroupDecision) -> bool:
+        live = self._stateful_set(owner, decision)
+        if decision.stamp is None or live is None:
+            return decision.stamp is None
+        return _generation(live) == str(decision.stamp.generation)
+
+
+def _generation(stateful_set: Document) -> str:
+    return _label(stateful_set, LABEL_GENERATION)
+
+
+def _label(stateful_set: Document, name: str) -> str:
+    return str(stateful_set["spec"]["template"]["metadata"].get("labels", {}).get(name, ""))
 
 
 def group_annotations(stamp: Stamp) -> dict[str, str]:

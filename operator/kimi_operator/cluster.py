@@ -240,7 +240,9 @@ def _convert(what: str, key: ObjectKey, error: ApiException) -> InvalidSpec | Cl
     headers = {str(name).lower(): value for name, value in dict(error.headers or {}).items()}
     after = str(headers.get("retry-after", ""))
     default_s = 1.0 if error.status in (404, 409, 429) else 5.0
-    return ClusterUnavailable(f"{what}: {error.status} {message}", float(after) if after.isdigit() else default_s)
+    retry_after_s = float(after) if after.isdigit() else default_s
+    is_answer = error.status not in (429, 503, 504)
+    return ClusterUnavailable(f"{what}: {error.status} {message}", retry_after_s, is_answer=is_answer)
 
 
 def _message(error: ApiException) -> str:

@@ -68,7 +68,9 @@ def _findings(look: Look) -> dict[ConditionType, Finding]:
     }
 
 
-_NEEDS_A_PERSON = frozenset({Reason.RESTART_BUDGET_EXHAUSTED, Reason.NAME_CONFLICT, Reason.PODS_REFUSED})
+_NEEDS_A_PERSON = frozenset(
+    {Reason.RESTART_BUDGET_EXHAUSTED, Reason.NAME_CONFLICT, Reason.PODS_REFUSED, Reason.NODE_LOST}
+)
 """Reasons of groups that time alone will not mend."""
 
 _WORST_FIRST = (
@@ -157,6 +159,8 @@ def _ready(look: Look, roles: list[Finding], router: Finding) -> Finding:
         return Finding("False", Reason.SUSPENDED, "spec.suspend is true")
     # Groups come first: a router without groups behind it is not worth a word.
     unready = [role for role in roles if role.status != "True"]
+    if look.delay is not None and (unready or router.status != "True"):
+        return Finding("False", look.delay.reason, look.delay.message)
     if not unready:
         return router if router.status != "True" else Finding("True", Reason.AS_DESIRED)
     worst = min(unready, key=lambda role: _rank(role.reason))
@@ -175,6 +179,8 @@ def _stalled(look: Look) -> Finding:
 
 
 def _progressing(look: Look, stalled: Finding) -> Finding:
+    if look.delay is not None:
+        return Finding("True", look.delay.reason, look.delay.message)
     if look.is_suspended:
         leaving = any(one.state is GroupState.DRAINING for one in look.decisions.values())
         return Finding("True" if leaving else "False", Reason.SUSPENDED, "spec.suspend is true")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kimi_operator.api.base import parse
 from kimi_operator.api.conditions import Reason
-from kimi_operator.api.deployment import KimiDeploymentSpec, Role
+from kimi_operator.api.deployment import HardwareSpec, KimiDeploymentSpec, Role
 from kimi_operator.api.profile import HardwareProfile
 from kimi_operator.api.status import PlanStatus
 from kimi_operator.decide.evidence import Patience
@@ -67,6 +67,7 @@ def desire(
         spec = parse(KimiDeploymentSpec, document.get("spec", {}), "spec")
     except InvalidSpec as error:
         return Refusal(Reason.INVALID_SPEC, str(error))
+    spec = _with_profile(spec, document, profiles)
     if (broken := profiles.broken.get(spec.hardware.profile or "")) is not None:
         return Refusal(Reason.PROFILE_UNKNOWN, broken)
     try:
@@ -92,9 +93,12 @@ def keep_running(document: Document, seen: Observed) -> tuple[GroupWanted, ...]:
     """What a refused spec leaves as it is: the groups that exist, as they are. They are still healed."""
     metadata = document["metadata"]
     return tuple(
-        GroupWanted(key, metadata["name"], metadata["uid"], group.replicas, group.revision, group.replicas == 0)
+        GroupWanted(
+            key, metadata["name"], metadata["uid"], group.replicas, group.revision,
+            suspended=group.replicas == 0, keeps_template=True,
+        )
         for key, group in sorted(seen.groups.items())
-    )
+    )  # fmt: skip
 
 
 def read_profiles(documents: Iterable[Document]) -> Profiles:
@@ -107,6 +111,15 @@ def read_profiles(documents: Iterable[Document]) -> Profiles:
         except InvalidSpec as error:
             broken[name] = str(error)
     return Profiles(known, broken)
+
+
+def _with_profile(spec: KimiDeploymentSpec, document: Document, profiles: Profiles) -> KimiDeploymentSpec:
+    """A spec that leaves its profile open keeps the one it was planned with: other nodes may come at any time."""
+    plan = document.get("status", {}).get("plan", {})
+    name = plan.get("profile")
+    if spec.hardware.profile is not None or (name not in profiles.known and name not in profiles.broken):
+        return spec
+    return spec.model_copy(update={"hardware": HardwareSpec(profile=name)})
 
 
 def _groups(inputs: RenderInputs, revisions: Mapping[Role, str]) -> tuple[GroupWanted, ...]:

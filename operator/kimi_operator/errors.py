@@ -33,6 +33,8 @@ class InvalidSpec(KimiError):  # noqa: N818 - named for what is wrong
 class ClusterUnavailable(KimiError):  # noqa: N818 - named for what is wrong
     """The API server or a node is not answering; try again after `retry_after_s` seconds."""
 
-    def __init__(self, message: str, retry_after_s: float = 5.0) -> None:
+    def __init__(self, message: str, retry_after_s: float = 5.0, *, is_answer: bool = False) -> None:
+        """`is_answer`: the server did answer, about this one object; others may fare better."""
         super().__init__(message)
         self.retry_after_s = retry_after_s
+        self.is_answer = is_answer

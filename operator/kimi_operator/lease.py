@@ -15,26 +15,20 @@ from kubernetes.aio.leaderelection.electionconfig import Config
 from kubernetes.aio.leaderelection.leaderelection import LeaderElection
 from kubernetes.aio.leaderelection.resourcelock.leaselock import LeaseLock
 
-from kimi_operator.settings import OperatorSettings
+from kimi_operator.settings import LEAVE_S, OperatorSettings
 
 log = structlog.get_logger()
 
 
 class PatientLock(LeaseLock):  # type: ignore[misc]
-    """A LeaseLock for which an API server that is away, or hangs, is a failed try and not the end."""
-
-    def __init__(self, name: str, namespace: str, identity: str, api: client.ApiClient, try_s: float) -> None:
-        """`try_s`: a try that takes longer has failed."""
-        super().__init__(name, namespace, identity, api)
-        self._try_s = try_s
+    """A LeaseLock for which an API server that is away is a failed try and not the end."""
 
     async def get(self, name: str, namespace: str) -> tuple[bool, Any]:
         """The Lease's record; (False, error) when there is none or nobody answers."""
         try:
-            async with asyncio.timeout(self._try_s):
-                found: tuple[bool, Any] = await super().get(name, namespace)
-                return found
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            found: tuple[bool, Any] = await super().get(name, namespace)
+            return found
+        except (aiohttp.ClientError, OSError) as error:
             return False, ApiException(status=0, reason=repr(error))
 
     async def create(self, name: str, namespace: str, election_record: Any) -> bool:
@@ -42,31 +36,67 @@ class PatientLock(LeaseLock):  # type: ignore[misc]
         # Not super().create: the client's 37.0.2 passes pretty=True there, which its own validation refuses.
         lease = client.V1Lease(metadata=client.V1ObjectMeta(name=name), spec=self.update_lease(election_record))
         try:
-            async with asyncio.timeout(self._try_s):
-                await self.api_instance.create_namespaced_lease(namespace, lease)
-                return True
-        except (ApiException, aiohttp.ClientError, TimeoutError, OSError) as error:
+            await self.api_instance.create_namespaced_lease(namespace, lease)
+            return True
+        except (ApiException, aiohttp.ClientError, OSError) as error:
             log.warning("lease_not_created", error=repr(error))
             return False
 
     async def update(self, name: str, namespace: str, updated_record: Any) -> bool:
         """Whether the Lease was renewed or taken."""
         try:
-            async with asyncio.timeout(self._try_s):
-                return bool(await super().update(name, namespace, updated_record))
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            return bool(await super().update(name, namespace, updated_record))
+        except (aiohttp.ClientError, OSError) as error:
             log.warning("lease_not_updated", error=repr(error))
             return False
 
-    async def release(self) -> None:
+    async def release(self, within_s: float) -> None:
         """Hand the Lease back, so that a standby need not wait for its end."""
         if self.lease_reference is None:
             return
         self.lease_reference.spec.holder_identity = ""
         self.lease_reference.spec.lease_duration_seconds = 1
         with suppress(ApiException, aiohttp.ClientError, TimeoutError, OSError):
-            async with asyncio.timeout(self._try_s):
+            async with asyncio.timeout(within_s):
                 await self.api_instance.replace_namespaced_lease(self.name, self.namespace, self.lease_reference)
+
+
+class PunctualElection(LeaderElection):  # type: ignore[misc]
+    """An election whose leader has given up `renew_deadline` after it began its last renewal, whatever hangs.
+
+    The library's own loop counts from the end of a renewal and lets a try that has begun run on. A standby counts from
+    the moment when it sees a renewal, which is not before that renewal began.
+    """
+
+    def __init__(self, config: Config) -> None:
+        """See Config."""
+        super().__init__(config)
+        # A try is a read and a write. It may take half of the leader's time, so that there is always a second one.
+        self._try_s = max(config.retry_period, config.renew_deadline / 2)
+        self._renewed_s = 0.0
+
+    async def try_acquire_or_renew(self) -> bool:
+        """Whether the Lease is held now; a try that takes too long has failed."""
+        return await self._try(asyncio.get_running_loop().time() + self._try_s)
+
+    async def renew_loop(self) -> None:
+        """Renew until that fails for too long."""
+        loop, config = asyncio.get_running_loop(), self.election_config
+        while (deadline_s := self._renewed_s + config.renew_deadline) > loop.time():
+            await asyncio.sleep(min(config.retry_period, deadline_s - loop.time()))
+            await self._try(min(loop.time() + self._try_s, deadline_s))
+
+    async def _try(self, until_s: float) -> bool:
+        began_s = asyncio.get_running_loop().time()
+        try:
+            async with asyncio.timeout_at(until_s):
+                is_held = bool(await super().try_acquire_or_renew())
+        except TimeoutError:
+            log.warning("lease_try_timed_out", after_s=round(asyncio.get_running_loop().time() - began_s, 1))
+            return False
+        if is_held:
+            self._renewed_s = began_s
+        return is_held
 
 
 @dataclass(slots=True)
@@ -82,10 +112,8 @@ class Candidate:
     async def run(self) -> None:
         """Stand for election; `leads` is set once elected. Returns only when the lease was lost."""
         settings = self.settings
-        # A try may take half of the time after which the leader gives up, so that there is always a second one.
-        try_s = max(settings.lease_retry_s, settings.lease_renew_s / 2)
-        self._lock = PatientLock(settings.lease_name, settings.lease_namespace, self.identity, self.api, try_s)
-        await LeaderElection(
+        self._lock = PatientLock(settings.lease_name, settings.lease_namespace, self.identity, self.api)
+        await PunctualElection(
             Config(
                 self._lock,
                 lease_duration=settings.lease_duration_s,
@@ -100,7 +128,7 @@ class Candidate:
     async def release(self) -> None:
         """Give the lease back, if it is held."""
         if self._lock is not None and self.leads.is_set():
-            await self._lock.release()
+            await self._lock.release(within_s=LEAVE_S)
 
     async def _start(self) -> None:
         log.info("lease_acquired", identity=self.identity)

@@ -37,6 +37,8 @@ class Look:
     """The spec is not acted on; what runs goes on."""
     apply_refusal: Refusal | None = None
     """The API server did not take an object."""
+    delay: Refusal | None = None
+    """The API server did not answer, or not yet: what could not be done is tried again."""
     plan: PlanStatus | None = None
     wanted: Sequence[GroupWanted] = ()
     decisions: Mapping[GroupKey, GroupDecision] = field(default_factory=dict)

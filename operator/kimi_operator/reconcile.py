@@ -8,17 +8,19 @@ from dataclasses import dataclass, field, replace
 
 import structlog
 
-from kimi_operator.actor import Actor, NameConflict
+from kimi_operator.actor import Actor, NameConflict, Outcome
+from kimi_operator.api.base import parse
 from kimi_operator.api.conditions import Reason
 from kimi_operator.api.deployment import Role
-from kimi_operator.api.status import GroupState, MeasuredPools
+from kimi_operator.api.status import GroupState, KimiDeploymentStatus, MeasuredPools
 from kimi_operator.cluster import Cluster
 from kimi_operator.decide.capacity import Capacity, find_shortage
-from kimi_operator.decide.evidence import Scene
-from kimi_operator.decide.groups import GroupDecision, GroupPolicy, GroupWanted
+from kimi_operator.decide.evidence import Patience, Scene
+from kimi_operator.decide.groups import GroupDecision, GroupPolicy, GroupWanted, without_stamp
 from kimi_operator.decide.rollout import decide_groups
 from kimi_operator.desire import Desired, Profiles, desire, keep_running, read_profiles
 from kimi_operator.errors import InvalidSpec
+from kimi_operator.ghosts import Ghosts
 from kimi_operator.journal import Journal, News, news_of
 from kimi_operator.look import Look, Refusal
 from kimi_operator.measure import PoolReader
@@ -45,6 +47,7 @@ class Step:
     seen: Observed
     desired: Desired | Refusal
     wanted: tuple[GroupWanted, ...]
+    policy: GroupPolicy
     decisions: Mapping[GroupKey, GroupDecision]
     rendered: Rendered | None
 
@@ -61,12 +64,14 @@ class Reconciler:
     metrics: Metrics
     node_grace_s: float
     witness: Witness = field(init=False)
+    ghosts: Ghosts = field(init=False)
     actor: Actor = field(init=False)
     _desired: dict[ResourceKey, tuple[tuple[object, ...], Desired]] = field(default_factory=dict, init=False)
     _profiles: tuple[tuple[str, ...], Profiles] = field(default=((), Profiles({}, {})), init=False)
 
     def __post_init__(self) -> None:
         self.witness = Witness(self.cluster, self.store)
+        self.ghosts = Ghosts(self.cluster, self.store)
         self.actor = Actor(self.cluster, self.store)
 
     async def __call__(self, key: ResourceKey) -> float | None:
@@ -77,33 +82,32 @@ class Reconciler:
             self._desired.pop(key, None)
             return FORGET
         step = await self._decide(key, document)
-        refused = None
-        try:
-            await self.actor.act(document, step.rendered, step.decisions, step.seen)
-        except NameConflict as error:
-            refused = Refusal(Reason.NAME_CONFLICT, str(error))
-        except InvalidSpec as error:
-            # What the API server refuses is told to the user, who alone can mend it.
-            refused = Refusal(Reason.APPLY_REFUSED, str(error))
+        outcome = await self.actor.act(document, step.rendered, step.decisions, step.seen)
+        step = replace(step, decisions=what_became(step, outcome))
         seen = await self._observe(key, step.now_s)
         measured = await self.pools.read(seen.groups, step.decisions)
         shortage = await self._shortage(step, seen)
-        look = make_look(step, seen, refused, measured, shortage)
+        look = make_look(step, seen, outcome, measured, shortage)
         await self._report(key, step, build_status(look))
+        if outcome.unavailable is not None:
+            # Told; now the queue backs off.
+            raise outcome.unavailable
         return self._look_again_s(key, step, look)
 
     async def _decide(self, key: ResourceKey, document: Document) -> Step:
         now_s = time.time()
+        await self.ghosts.dispel(key, now_s)
         seen = await self._observe(key, now_s)
         desired = self._desire(key, document, seen)
         scene = Scene(seen.nodes, now_s)
         if isinstance(desired, Refusal):
-            wanted, policy, paused = keep_running(document, seen), GroupPolicy(), True
+            wanted, paused = keep_running(document, seen), True
+            policy = GroupPolicy(patience=Patience(node_s=self.node_grace_s))
         else:
             wanted, policy, paused = desired.groups, desired.policy, desired.inputs.spec.rollout.paused
         decisions = decide_groups(wanted, seen.groups, scene, policy, paused=paused)
         rendered = None if isinstance(desired, Refusal) else desired.render(decisions)
-        return Step(document, now_s, seen, desired, wanted, decisions, rendered)
+        return Step(document, now_s, seen, desired, wanted, policy, decisions, rendered)
 
     def _desire(self, key: ResourceKey, document: Document, seen: Observed) -> Desired | Refusal:
         """What is wanted; remembered until spec or profiles change, unless the nodes' labels choose the profile."""
@@ -144,21 +148,27 @@ class Reconciler:
         metadata, before = step.document["metadata"], step.document.get("status", {})
         restarted = [one for one in step.decisions.values() if one.restarted]
         news = [
-            News("Warning", one.reason, f"{one.key.role} group {one.key.group} restarts: {one.message}")
+            News(
+                "Normal" if one.reason is Reason.DRAINING else "Warning", one.reason,
+                f"{one.key.role} group {one.key.group} restarts: {one.message}",
+            )
             for one in restarted
-        ]
+        ]  # fmt: skip
         for one in restarted:
             self.metrics.restarts.labels(key.namespace, key.name, one.key.role.value).inc()
             log.warning(
                 "group_restarted", deployment=str(key), group=f"{one.key.role}-{one.key.group}", why=one.message
             )
+        # Told at once: a status that cannot be written must not take them along.
+        await self.journal.write(step.document, news, step.now_s)
         self.metrics.set_groups(key, step.decisions)
         if status != before:
             await self.cluster.write_status(ObjectKey("KimiDeployment", *key), metadata["uid"], status)
             # A restart has been told with its group; that Ready is lost by it says nothing new.
-            news += [one for one in news_of(before, status) if not restarted or one.reason != Reason.GROUP_RESTARTING]
+            told = {one.reason for one in restarted}
+            news = [one for one in news_of(before, status) if one.reason not in told]
             log.info("status_changed", deployment=str(key), **_summary(status))
-        await self.journal.write(step.document, news, step.now_s)
+            await self.journal.write(step.document, news, step.now_s)
 
     def _look_again_s(self, key: ResourceKey, step: Step, look: Look) -> float | None:
         """When time alone may change something: deadlines of groups, and answers that no watch brings."""
@@ -172,13 +182,24 @@ class Reconciler:
         )
         if unmeasured or any(is_hanging(pod, later_s) for pod in pods):
             moments.append(SHORT_LOOK_AGAIN_S)
+        if (ghosts_s := self.ghosts.next_look_s(key)) is not None:
+            moments.append(ghosts_s - step.now_s)
         return max(0.05, min(moments)) if moments else None
+
+
+def what_became(step: Step, outcome: Outcome) -> dict[GroupKey, GroupDecision]:
+    """The decisions as far as the API server took them: a group that did not get its stamp has not restarted."""
+    scene = Scene(step.seen.nodes, step.now_s)
+    untaken = [one for one in step.wanted if one.key not in outcome.stamped]
+    return {**step.decisions} | {
+        one.key: without_stamp(one, step.seen.groups.get(one.key), scene, step.policy) for one in untaken
+    }
 
 
 def make_look(
     step: Step,
     seen: Observed,
-    refused: Refusal | None,
+    outcome: Outcome,
     measured: Mapping[GroupKey, MeasuredPools],
     shortage: str | None,
 ) -> Look:
@@ -191,7 +212,8 @@ def make_look(
         now_s=step.now_s,
         seen=seen,
         previous=step.document.get("status", {}),
-        apply_refusal=refused,
+        apply_refusal=_refusal(outcome),
+        delay=Refusal(Reason.API_UNAVAILABLE, str(outcome.unavailable)) if outcome.unavailable else None,
         wanted=step.wanted,
         decisions=step.decisions,
         measured=measured,
@@ -200,7 +222,17 @@ def make_look(
     if isinstance(desired, Refusal) or step.rendered is None:
         counts = {role: len(common.of(role)) for role in Role}
         refusal = desired if isinstance(desired, Refusal) else None
-        return replace(common, refusal=refusal, desired=counts, router_replicas=seen.router.desired)
+        kept = read_status(common.previous)
+        # What runs goes on as it was planned.
+        return replace(
+            common,
+            refusal=refusal,
+            plan=kept.plan,
+            revision=kept.revision,
+            revisions={Role.PREFILL: kept.prefill.revision, Role.DECODE: kept.decode.revision},
+            desired=counts,
+            router_replicas=seen.router.desired,
+        )
     spec = desired.inputs.spec
     return replace(
         common,
@@ -212,6 +244,26 @@ def make_look(
         is_paused=spec.rollout.paused,
         is_suspended=spec.suspend,
     )
+
+
+def _refusal(outcome: Outcome) -> Refusal | None:
+    """What the API server did not take: told to the user, who alone can mend it."""
+    if not outcome.refusals:
+        return None
+    conflicts = [error for error in outcome.refusals if isinstance(error, NameConflict)]
+    others = [error for error in outcome.refusals if not isinstance(error, NameConflict)]
+    reason = Reason.APPLY_REFUSED if others else Reason.NAME_CONFLICT
+    return Refusal(reason, "; ".join(map(str, [*others, *conflicts])))
+
+
+def read_status(previous: Mapping[str, object]) -> KimiDeploymentStatus:
+    """A status as it was written; an empty one where it cannot be read."""
+    kept = {name: previous[name] for name in ("plan", "revision", "prefill", "decode") if name in previous}
+    try:
+        return parse(KimiDeploymentStatus, kept, "status")
+    except InvalidSpec as error:
+        log.warning("status_unreadable", error=str(error))
+        return KimiDeploymentStatus()
 
 
 def _summary(status: Mapping[str, object]) -> dict[str, str]:

@@ -7,6 +7,10 @@ from typing import Annotated, Literal
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from kimi_operator.decide.evidence import NODE_GRACE_S
+
+LEAVE_S = 3.0
+"""How long the parts of an operator that ends may take."""
 DEFAULT_WORKER_IMAGE = "ghcr.io/kimi-operator/worker:0.1.0"
 
 
@@ -33,7 +37,7 @@ class OperatorSettings(BaseSettings):
     lease_duration_s: PositiveInt = 15
     """A standby takes over this long after the leader's last sign of life."""
     lease_renew_s: PositiveFloat = 10.0
-    """A leader that cannot renew for this long gives up and ends."""
+    """A leader gives up and ends this long after it began its last renewal."""
     lease_retry_s: PositiveFloat = 2.0
 
     kubeconfig: str | None = Field(default=None, validation_alias="KUBECONFIG")
@@ -46,7 +50,7 @@ class OperatorSettings(BaseSettings):
     """Resources that are reconciled at the same time."""
     resync_s: PositiveFloat = 300.0
     """Every resource is looked at, and every cache listed anew, about this often."""
-    node_grace_s: PositiveFloat = 60.0
+    node_grace_s: PositiveFloat = NODE_GRACE_S
     """How long a node may be NotReady before its groups are restarted."""
 
     http_port: int = Field(default=8080, ge=0, le=65535)
@@ -59,9 +63,15 @@ class OperatorSettings(BaseSettings):
         return tuple(filter(None, value.split(","))) if isinstance(value, str) else value
 
     def model_post_init(self, _: object) -> None:
-        """Refuse a Lease whose times cannot work."""
-        if not self.lease_retry_s * 1.2 < self.lease_renew_s < self.lease_duration_s:
+        """Refuse a Lease whose times contradict one another."""
+        if self.lease_renew_s <= 1.2 * self.lease_retry_s:
             raise ValueError(
-                f"lease times: got retry {self.lease_retry_s}, renew {self.lease_renew_s}, duration "
-                f"{self.lease_duration_s}; expected 1.2 * retry < renew < duration"
+                f"lease_renew_s: got {self.lease_renew_s:g}, expected more than 1.2 * lease_retry_s "
+                f"({self.lease_retry_s:g}): a leader must be able to try twice; raise the one or lower the other"
+            )
+        if self.lease_renew_s + LEAVE_S > self.lease_duration_s:
+            raise ValueError(
+                f"lease_duration_s: got {self.lease_duration_s}, expected at least lease_renew_s "
+                f"({self.lease_renew_s:g}) + {LEAVE_S:g}: a leader that gives up must be gone before a standby takes "
+                "over; raise the one or lower the other"
             )

@@ -43,8 +43,8 @@ helm.sh/hook-delete-policy: before-hook-creation,hook-succeeded
 {{- define "kimi-operator.checkLease" -}}
 {{- $times := .Values.leaderElection -}}
 {{- $retry := mulf 1.2 $times.retryPeriodSeconds -}}
-{{- if not (and (lt $retry (float64 $times.renewDeadlineSeconds)) (lt (int $times.renewDeadlineSeconds) (int $times.leaseDurationSeconds))) -}}
-{{- fail (printf "leaderElection: got retryPeriodSeconds %v, renewDeadlineSeconds %v, leaseDurationSeconds %v; expected 1.2 * retry < renew < lease" $times.retryPeriodSeconds $times.renewDeadlineSeconds $times.leaseDurationSeconds) -}}
+{{- if not (and (lt $retry (float64 $times.renewDeadlineSeconds)) (le (add 3 $times.renewDeadlineSeconds) (int64 $times.leaseDurationSeconds))) -}}
+{{- fail (printf "leaderElection: got retryPeriodSeconds %v, renewDeadlineSeconds %v, leaseDurationSeconds %v; expected 1.2 * retry < renew < lease - 2" $times.retryPeriodSeconds $times.renewDeadlineSeconds $times.leaseDurationSeconds) -}}
 {{- end -}}
 {{- end -}}
 
