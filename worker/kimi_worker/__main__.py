@@ -89,10 +89,11 @@ def route(*, settings: SettingsFile = None) -> int:
     """Run the router until SIGTERM."""
     configure_logs("router")
     from kimi_worker.router import app as router  # noqa: PLC0415
+    from kimi_worker.server.listen import PortError  # noqa: PLC0415
 
     try:
         router.run(read_settings(settings or settings_path(), RouterSettings))
-    except SettingsError as error:
+    except (SettingsError, PortError) as error:
         print(f"kimi-worker: {error}", file=sys.stderr)  # noqa: T201 - for whoever started the command
         return 1
     return 0

@@ -184,7 +184,13 @@ class RouterSettings(Section):
     decode_service: str
     worker_port: Port = 8000
     poll_interval_s: PositiveFloat = 0.5
+    lost_after_s: PositiveFloat = 15.0
+    """A pod that has not answered for so long is lost, and with it the requests that it was answering."""
     retries: Annotated[int, Field(ge=0)] = 3
+    drain_s: PositiveFloat = 120.0
+    """From the signal to end: for running streams to end."""
+    max_held_bytes: PositiveInt = 2**28
+    """Bodies of all requests whose answers have not begun."""
 
 
 class PodIdentity(Section):

@@ -18,7 +18,9 @@ from kimi_operator.render.names import (
 
 CHECKPOINT_PATH = "/models/checkpoint"
 POLL_INTERVAL_S = 0.5
+LOST_AFTER_S = 15.0
 RETRIES = 3
+MAX_HELD_BYTES = 2**28
 
 
 def to_worker_settings(inputs: RenderInputs, role: Role, revision: str) -> dict[str, Any]:
@@ -69,7 +71,10 @@ def to_router_settings(inputs: RenderInputs) -> dict[str, Any]:
         "decode_service": f"{headless_name(owner.name, Role.DECODE)}.{owner.namespace}.svc",
         "worker_port": API_PORT,
         "poll_interval_s": POLL_INTERVAL_S,
+        "lost_after_s": LOST_AFTER_S,
         "retries": RETRIES,
+        "drain_s": float(inputs.profile.spec.timeouts.drain_seconds),
+        "max_held_bytes": MAX_HELD_BYTES,
     }
 
 

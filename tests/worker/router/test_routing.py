@@ -2,8 +2,6 @@
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
@@ -12,24 +10,10 @@ from kimi_worker.router.app import create_app
 from kimi_worker.router.pool import resolve
 from replay_engine import Script
 from replay_fixtures import MODEL, Pod, PodFactory, listening, router_settings, routing
+from stub_pods import EVENT, StubPod, client, report_of, stub_pods, until_state, whole
 
 HI = [104, 105]
 ASK: dict[str, Any] = {"prompt": "a", "max_tokens": 5}
-
-
-@asynccontextmanager
-async def client(url: str) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=url, timeout=60) as http:
-        yield http
-
-
-async def until_state(http: httpx.AsyncClient, **wanted: object) -> dict[str, Any]:
-    """Wait until the router's /state has these values."""
-    async with asyncio.timeout(60):
-        while True:
-            state = (await http.get("/state")).json()
-            if all(state[name] == value for name, value in wanted.items()):
-                return state
 
 
 async def test_the_pair_is_named_to_the_decode_pod_and_clients_cannot_name_one(start_pod: PodFactory) -> None:
@@ -143,17 +127,21 @@ async def test_bad_requests_pass_through_unchanged(start_pod: PodFactory) -> Non
 
 
 @pytest.mark.parametrize(
-    "path", ["/v1/drain", "/v1/%2e%2e/drain", "/v1/../drain", "/v1/completions/../../drain", "/drain"]
+    "path", ["/v1/state", "/v1/%2e%2e/state", "/v1/../state", "/v1/completions/../../state", "/v1/embeddings"]
 )
 async def test_no_path_reaches_a_pods_own_endpoints(start_pod: PodFactory, path: str) -> None:
     prefill, decode = await start_pod(role="prefill"), await start_pod()
-    async with routing(router_settings([prefill], [decode])) as url, client(url) as http:
-        target = httpx.URL(url).copy_with(raw_path=path.encode())
-        reply = await http.send(http.build_request("POST", target))
-        assert reply.status_code == 404
-        assert reply.json()["error"]["message"]
-    assert not decode.engine.is_draining
-    assert not decode.app.state.pod.lanes.is_draining
+
+    async def answer(_: StubPod, writer: asyncio.StreamWriter) -> None:
+        writer.write(whole(200, b"{}"))
+
+    async with stub_pods(await report_of(decode), answer) as [stub]:
+        async with routing(router_settings([prefill], [], decode_service=stub.address)) as url, client(url) as http:
+            target = httpx.URL(url).copy_with(raw_path=path.encode())
+            reply = await http.send(http.build_request("POST", target))
+    assert reply.status_code in (404, 405)
+    assert reply.json()["error"]["message"]
+    assert stub.num_asked == 0
 
 
 async def test_nothing_ready_says_what_is_missing(start_pod: PodFactory) -> None:
@@ -217,104 +205,31 @@ async def test_aborts_are_passed_on(start_pod: PodFactory) -> None:
         await decode.engine.until(lambda engine: len(engine.cancels) == 2)
 
 
-@asynccontextmanager
-async def breaking_pod(report: dict[str, Any], answer: bytes) -> AsyncIterator[str]:
-    """A pod that reports as given and ends every other connection after `answer`; gives its host:port."""
-    body = httpx.Response(200, json=report).content
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        head = await reader.readuntil(b"\r\n\r\n")
-        if head.startswith(b"GET /state"):
-            writer.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body))
-        else:
-            writer.write(answer)
-        await writer.drain()
-        writer.close()
-
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    async with server:
-        yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
-
-
-async def report_of(pod: Pod, **changes: object) -> dict[str, Any]:
-    async with client(pod.url) as http:
-        report = (await http.get("/state")).json()
-    report["lanes"][0].update(changes)
-    return report
-
-
-async def test_a_pod_that_dies_before_its_answer_is_replaced(start_pod: PodFactory) -> None:
-    prefill, decode = await start_pod(role="prefill"), await start_pod()
-    decode.play(Script(HI))
-    better = await report_of(decode, free_pages=1000)
-    async with breaking_pod(better, b"") as address:
-        settings = router_settings(
-            [prefill], [decode], decode_service=f"{address},{decode.url[7:]}", poll_interval_s=3600
-        )
-        async with routing(settings) as url, client(url) as http:
-            replies = [await http.post("/v1/completions", json=ASK) for _ in range(2)]
-            state = (await http.get("/state")).json()
-            metrics = (await http.get("/metrics")).text
-    assert [reply.json()["choices"][0]["text"] for reply in replies] == ["hi", "hi"]
-    # it is not asked again until it reports again
-    assert 'kimi_router_refusals_total{code="pod_lost"} 1.0' in metrics
-    assert [pod["error"] is None for pod in state["decode"] if pod["address"] == address] == [False]
-
-
-async def test_a_pod_that_dies_within_a_stream_is_told(start_pod: PodFactory) -> None:
-    prefill, decode = await start_pod(role="prefill"), await start_pod()
-    event = b'data: {"choices": []}\n\n'
-    answer = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n%x\r\n%s\r\n"
-    async with breaking_pod(await report_of(decode), answer % (len(event), event)) as address:
-        async with routing(router_settings([prefill], [], decode_service=address)) as url, client(url) as http:
-            reply = await http.post("/v1/completions", json={**ASK, "stream": True})
-    assert reply.status_code == 200
-    assert reply.text.startswith(event.decode())
-    assert '"code":"pod_lost"' in reply.text.removeprefix(event.decode())
-
-
 async def test_a_slow_client_holds_its_stream_back(start_pod: PodFactory) -> None:
     """What the router keeps of a stream that nobody reads is bounded: the pod's socket fills instead."""
-    prefill, decode = await start_pod(role="prefill"), await start_pod()
     sent = 0
-    done = asyncio.Event()
-    head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n"
-    report = httpx.Response(200, json=await report_of(decode)).content
+    is_full = asyncio.Event()
 
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def pour(stub: StubPod, writer: asyncio.StreamWriter) -> None:
         nonlocal sent
-        if (await reader.readuntil(b"\r\n\r\n")).startswith(b"GET"):
-            writer.write(
-                b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: %d\r\n\r\n%s" % (len(report), report)
-            )
-            await writer.drain()
-            writer.close()
-            return
-        writer.write(head)
-        try:
-            while not done.is_set():
-                writer.write(b"x" * 65536)
-                await writer.drain()
-                sent += 65536
-        except ConnectionError:
-            pass
-        finally:
-            writer.close()
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n")
+        while not stub.release.is_set():
+            writer.write(EVENT * 512)
+            try:
+                await asyncio.wait_for(writer.drain(), 2)
+            except TimeoutError:
+                is_full.set()
+                return
+            sent += len(EVENT) * 512
+            assert sent < 64 * 2**20
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    async with server:
-        address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        async with routing(router_settings([prefill], [], decode_service=address)) as url, client(url) as http:
+    prefill, decode = await start_pod(role="prefill"), await start_pod()
+    async with stub_pods(await report_of(decode), pour) as [stub]:
+        async with routing(router_settings([prefill], [], decode_service=stub.address)) as url, client(url) as http:
             async with http.stream("POST", "/v1/completions", json={**ASK, "stream": True}) as reply:
-                chunks = reply.aiter_bytes()
-                await anext(chunks)
-                async with asyncio.timeout(60):
-                    before = -1
-                    while sent != before:  # until the pod cannot write any more
-                        before = sent
-                        await asyncio.sleep(0.3)
-            done.set()
-    assert 0 < sent < 64 * 2**20
+                await anext(reply.aiter_bytes())
+                await asyncio.wait_for(is_full.wait(), 60)
+    assert sent > 0
 
 
 async def test_models_and_unknown_paths(start_pod: PodFactory) -> None:

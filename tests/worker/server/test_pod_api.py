@@ -69,11 +69,11 @@ async def test_drain_refuses_new_and_finishes_old(pod: Pod, http: httpx.AsyncCli
     pod.play(Script(HI, gate=gate))
     running = asyncio.create_task(http.post("/v1/completions", json=ASK))
     await pod.engine.until(lambda engine: len(engine.submits) == 1)
-    assert (await http.post("/drain")).json() == {"draining": True, "requests": 1}
-    await pod.engine.until(lambda engine: engine.is_draining)
+    await pod.publish(ready=False, draining=True)
     refused = await http.post("/v1/completions", json=ASK)
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
     assert (await http.get("/ready")).status_code == 503
+    assert (await http.get("/state")).json()["draining"] is True
     gate.set()
     assert (await running).json()["choices"][0]["text"] == "hi"
 
@@ -127,11 +127,10 @@ async def test_the_prefill_lane_is_passed_on(pod: Pod, http: httpx.AsyncClient) 
     assert [submit.prefill for submit in pod.engine.submits] == ["tcp://10.0.0.7:29601", None]
 
 
-async def test_a_drain_that_the_lanes_learn_of_first_is_seen(pod: Pod, http: httpx.AsyncClient) -> None:
-    """The pod's end, or another pod of the group, has told them."""
-    await pod.publish(ready=False, draining=True)
-    assert (await http.get("/state")).json()["draining"] is True
-    assert (await http.post("/v1/completions", json=ASK)).json()["error"]["code"] == "draining"
+async def test_nobody_on_the_network_can_drain_a_pod(pod: Pod, http: httpx.AsyncClient) -> None:
+    """Only its own supervisor can, for good."""
+    assert (await http.post("/drain")).status_code == 404
+    assert (await http.get("/state")).json()["ready"] is True
 
 
 async def test_a_pod_that_does_both_refuses_a_prefill_lane(start_pod: PodFactory) -> None:

@@ -6,6 +6,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from kimi_worker.router.bodies import Bodies
 from kimi_worker.router.pool import Pool
 from kimi_worker.settings import Role
 
@@ -32,6 +33,11 @@ class Metrics:
     def watch(self, pool: Pool) -> None:
         """Show the pool's lanes too."""
         self.registry.register(_PoolCollector(pool))
+
+    def watch_bodies(self, bodies: Bodies) -> None:
+        """Show the bytes of requests that wait for the first byte of their answer."""
+        held = Gauge("kimi_router_held_bytes", "Bodies of requests whose answer has not begun", registry=self.registry)
+        held.set_function(lambda: bodies.num_bytes)
 
     def count(self, result: str) -> None:
         self._requests.labels(result).inc()

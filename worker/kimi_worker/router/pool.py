@@ -1,10 +1,12 @@
 """The pods that the router knows: found by name, followed through their /state, with what was sent to them since."""
 
 import asyncio
+import errno
 import ipaddress
 import socket
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import aiohttp
@@ -17,9 +19,6 @@ from kimi_worker.settings import Role, RouterSettings
 log = structlog.get_logger()
 
 _POLL_TIMEOUT_S = 5.0
-_STALE_S = 15.0
-"""A pod that does not answer in time keeps its last state this long; one that refuses connections loses it at once."""
-
 
 _NO_SUCH_NAME = frozenset({socket.EAI_NONAME, socket.EAI_NODATA})
 
@@ -50,6 +49,7 @@ class PodReport(msgspec.Struct, frozen=True):
     draining: bool
     lanes: list[LaneReport]
     error: str | None = None
+    max_body_bytes: int = 0
 
 
 _report_decoder = msgspec.json.Decoder(PodReport)
@@ -63,6 +63,8 @@ class Trip:
     lane: int
     num_tokens: int
     sent_s: float
+    give_up: Callable[[], object] | None = None
+    """Called when the lane will not answer any more; the trip is then still to be ended."""
 
     def end(self) -> None:
         """The lane has done its part. Only the first call counts."""
@@ -95,6 +97,10 @@ class Pod:
     role: Role
     report: PodReport | None = None
     reported_s: float = 0.0
+    heard_s: float = 0.0
+    """When an answer of any kind was last asked for and came."""
+    is_listed: bool = True
+    """Whether its service still names it. One that is not may yet have streams to end."""
     error: str = "not heard of yet"
     trips: set[Trip] = field(default_factory=set)
     books: dict[int, LaneBooks] = field(default_factory=lambda: defaultdict(LaneBooks))
@@ -113,12 +119,21 @@ class Pod:
                 self.books[trip.lane].add(trip)
 
     def lose(self, error: str) -> None:
-        """Not to be used until it reports again."""
+        """Not to be used until it reports again. What it is answering goes on: the pod may be well."""
         self.report, self.error = None, error
 
-    def send(self, lane: int, num_tokens: int, now_s: float) -> Trip:
+    def abandon(self, error: str) -> None:
+        """It is gone, perhaps with its machine and without a last packet: nobody need wait for it any longer."""
+        self.lose(error)
+        if self.trips:
+            log.warning("pod_abandoned", pod=self.address, error=error, requests=len(self.trips))
+        for trip in self.trips:
+            if trip.give_up:
+                trip.give_up()
+
+    def send(self, lane: int, num_tokens: int, now_s: float, give_up: Callable[[], object] | None = None) -> Trip:
         """Note a request on its way to a lane."""
-        trip = Trip(self, lane, num_tokens, now_s)
+        trip = Trip(self, lane, num_tokens, now_s, give_up)
         self.trips.add(trip)
         self.books[lane].add(trip)
         return trip
@@ -162,8 +177,10 @@ class Pool:
         self._session = session
         self._pods: dict[Role, dict[str, Pod]] = {Role.PREFILL: {}, Role.DECODE: {}}
         self._resolve_errors: dict[Role, str] = {}
-        self._pollers: dict[tuple[Role, str], asyncio.Task[None]] = {}
+        self._pollers: set[asyncio.Task[None]] = set()
         self._followers: list[asyncio.Task[None]] = []
+        self.max_body_bytes = 0
+        """The largest body that a pod takes, as far as pods have said; 0 before the first has."""
 
     async def __aenter__(self) -> "Pool":
         services = {Role.PREFILL: self._settings.prefill_service, Role.DECODE: self._settings.decode_service}
@@ -171,7 +188,7 @@ class Pool:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        tasks = [*self._followers, *self._pollers.values()]
+        tasks = [*self._followers, *self._pollers]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -223,39 +240,52 @@ class Pool:
                 # a service without pods is an error of the resolver too; one that is down says nothing about pods
                 addresses = set() if error.errno in _NO_SUCH_NAME else set(pods)
             for address in addresses - pods.keys():
-                pods[address] = Pod(address, role)
-                self._pollers[role, address] = asyncio.create_task(self._poll(pods[address]))
+                pod = pods[address] = Pod(address, role)
+                task = asyncio.create_task(self._poll(pod))
+                self._pollers.add(task)
+                task.add_done_callback(self._pollers.discard)
             for address in pods.keys() - addresses:
-                del pods[address]
-                self._pollers.pop((role, address)).cancel()
+                pods.pop(address).is_listed = False
             await asyncio.sleep(self._settings.poll_interval_s)
 
     async def _poll(self, pod: Pod) -> None:
-        while True:
+        """Ask the pod for its state as long as its service names it or it has requests to answer."""
+        while pod.is_listed or pod.trips:
             asked_s = time.monotonic()
             try:
                 await self._ask(pod, asked_s)
-            except TimeoutError:
-                if asked_s - pod.reported_s > _STALE_S:
-                    pod.lose(f"/state has not answered for {_STALE_S:.0f} s")
-            except aiohttp.ClientError as error:
-                pod.lose(f"/state: {type(error).__name__}: {error}")
+            except (TimeoutError, aiohttp.ClientError) as error:
+                self._not_heard(pod, error)
             except msgspec.DecodeError as error:
                 pod.lose(f"/state is not what this router expects: {error}")
             await asyncio.sleep(self._settings.poll_interval_s)
 
+    def _not_heard(self, pod: Pod, error: Exception) -> None:
+        text = f"/state: {type(error).__name__}: {error}"
+        os_error = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else None
+        if os_error is not None and os_error.errno == errno.ECONNREFUSED:
+            # its kernel answers, and has ended the connections of a process that died; one that ends takes no new ones
+            pod.lose(text)
+        elif time.monotonic() - pod.heard_s > self._settings.lost_after_s:
+            pod.abandon(f"/state has not answered for {self._settings.lost_after_s:g} s")
+        elif not isinstance(error, TimeoutError):
+            pod.lose(text)
+
     async def _ask(self, pod: Pod, asked_s: float) -> None:
-        timeout = aiohttp.ClientTimeout(total=_POLL_TIMEOUT_S)
+        timeout = aiohttp.ClientTimeout(total=min(_POLL_TIMEOUT_S, self._settings.lost_after_s / 3))
         async with self._session.get(f"{pod.url}/state", timeout=timeout) as reply:
-            if reply.status != 200:
-                pod.lose(f"/state answers {reply.status}")
-                return
-            report = _report_decoder.decode(await reply.read())
+            body = await reply.read()
+        pod.heard_s = asked_s
+        if reply.status != 200:
+            pod.lose(f"/state answers {reply.status}")
+            return
+        report = _report_decoder.decode(body)
         if report.deployment != self._settings.deployment or report.role not in (pod.role, Role.BOTH):
             # addresses are reused; this is somebody else now
-            pod.lose(f"is {report.role} of {report.deployment}, not {pod.role.value} of {self._settings.deployment}")
+            pod.abandon(f"is {report.role} of {report.deployment}, not {pod.role.value} of {self._settings.deployment}")
             return
         pod.take(report, asked_s)
+        self.max_body_bytes = max(self.max_body_bytes, report.max_body_bytes)
 
 
 async def resolve(service: str, port: int) -> set[str]:

@@ -1,21 +1,22 @@
-"""One request's way through the router: pick, send, retry what is safe, pass the answer on byte by byte."""
+"""One request's way through the router: pick, send, retry what is safe, pass the answer on event by event."""
 
 import asyncio
 import time
 from dataclasses import dataclass, field
+from io import BytesIO
 
 import aiohttp
-import msgspec
 import structlog
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from kimi_worker.protocol.openai import ApiError
+from kimi_worker.router.bodies import Body
 from kimi_worker.router.metrics import Metrics
 from kimi_worker.router.pick import LaneKey, LaneView, Pair, explain, pick
 from kimi_worker.router.pool import Pool, Trip
-from kimi_worker.server.http import error_response, until_disconnect
+from kimi_worker.server.http import SSE_DONE, SSE_END, HangUpResponse, error_response, sse_error
 from kimi_worker.settings import Role
 
 log = structlog.get_logger()
@@ -31,6 +32,14 @@ _NOT_PASSED_ON = frozenset(
 
 _BLAMES_PREFILL = frozenset({"prefill_full", "prefill_unreachable"})
 _BLAMES_EITHER = frozenset({"handoff_failed", "layout_mismatch", "draining"})
+
+_UNTOUCHED = frozenset({"queue_full", "prefill_full", "draining", "not_ready", "layout_mismatch", "unreachable"})
+"""Refusals after which no lane has begun to compute the request: they may be repeated freely."""
+_MAX_RISKS = 1
+"""Retries after anything else. The request itself may be what ended a pod, and each pod that ends takes its group."""
+
+_MAX_TAIL_BYTES = 2**20
+"""More than an event has; what is longer is passed on as it comes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,38 +88,54 @@ class Refusals:
         return None
 
 
-class Proxy(Response):
+class EventTail:
+    """Holds back the beginning of an event until its end is there: a stream that breaks never ends within one."""
+
+    def __init__(self) -> None:
+        self._tail = b""
+
+    def feed(self, part: bytes) -> bytes:
+        """The whole events of what has come. A pod writes whole ones, so that seldom anything waits."""
+        if not self._tail and part.endswith(SSE_END):
+            return part
+        self._tail += part
+        end = self._tail.rfind(SSE_END) + len(SSE_END)
+        if end < len(SSE_END):
+            end = len(self._tail) if len(self._tail) > _MAX_TAIL_BYTES else 0
+        whole, self._tail = self._tail[:end], self._tail[end:]
+        return whole
+
+    def finish(self) -> bytes:
+        """What the upstream ended with."""
+        rest, self._tail = self._tail, b""
+        return rest
+
+
+class Proxy(HangUpResponse):
     """The response to one request. It asks upstream when it is called and hangs up when the client goes."""
 
-    def __init__(self, endpoint: str, request: Request, body: bytes, route: Route) -> None:
+    def __init__(self, endpoint: str, request: Request, body: Body, route: Route) -> None:
         """`endpoint` is the path below /v1/; the whole `body` is kept because a retry needs it."""
         super().__init__()
         self._endpoint = endpoint
         self._request = request
         self._body = body
         self._route = route
-        self._is_answered = False
+        self._is_begun = False
+        """Whether anything has gone out: from then on nothing can be retried."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._route.metrics.in_flight.track_inprogress():
-            answer = asyncio.create_task(self._answer(scope, receive, send))
-            gone = asyncio.create_task(until_disconnect(receive))
-            try:
-                await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
-                # a finished answer also ends `receive`
-                if self._is_answered:
-                    await answer
-            finally:
-                for task in (answer, gone):
-                    task.cancel()
-                results = await asyncio.gather(answer, gone, return_exceptions=True)
-            if isinstance(results[0], asyncio.CancelledError):
-                self._route.metrics.count("client_gone")
-            elif isinstance(results[0], BaseException):
-                raise results[0]
+        try:
+            with self._route.metrics.in_flight.track_inprogress():
+                await super().__call__(scope, receive, send)
+        finally:
+            self._body.release()
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        refusals, refused = Refusals(), None
+    def client_gone(self) -> None:
+        self._route.metrics.count("client_gone")
+
+    async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        refusals, refused, num_risks = Refusals(), None, 0
         for _ in range(self._route.retries + 1):
             decodes, prefills = self._route.pool.lanes(Role.DECODE), self._route.pool.lanes(Role.PREFILL)
             pair = refusals.pick(decodes, prefills)
@@ -124,10 +149,13 @@ class Proxy(Response):
                 self._route.metrics.refusals.labels(error.code).inc()
                 prefill = pair.prefill.key if pair.prefill else None
                 log.info("request_refused", code=error.code, decode=pair.decode.key, prefill=prefill)
+                num_risks += error.code not in _UNTOUCHED
+                if num_risks > _MAX_RISKS:
+                    break
                 continue
             return
         answer = refused.answer if refused else error_response(self._nothing_ready(decodes, prefills))
-        self._is_answered = True
+        self.is_answered = True
         self._route.metrics.count(str(answer.status_code))
         await answer(scope, receive, send)
 
@@ -138,34 +166,48 @@ class Proxy(Response):
 
     async def _try(self, pair: Pair, send: Send) -> None:
         """Ask one pair; pass its answer on. Raises RefusedError while another pair may be asked."""
-        pool = self._route.pool
-        now_s = time.monotonic()
-        pod = pool.pod(Role.DECODE, pair.decode.key)
-        trips = [pod.send(pair.decode.key.lane, 0, now_s)]
-        if pair.prefill:
-            prefill_pod = pool.pod(Role.PREFILL, pair.prefill.key)
-            trips.append(prefill_pod.send(pair.prefill.key.lane, len(self._body) // _CHARS_PER_TOKEN, now_s))
+        # without a limit of its own; `reschedule` ends it at once, without a cost for each token
+        limit = asyncio.timeout(None)
+        pod = self._route.pool.pod(Role.DECODE, pair.decode.key)
         try:
-            url = f"{pod.url}/v1/{self._endpoint}"
-            async with self._route.session.post(url, data=self._body, headers=self._upstream_headers(pair)) as reply:
-                if reply.status == 429 or reply.headers.get("x-kimi-retryable") == "true":
-                    raise await _refusal(reply, pair)
-                await self._pass_on(reply, send, trips)
-        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
-            # nothing of an answer has gone out, see _pass_on
-            log.warning("pod_lost", pod=pod.address, error=repr(error))
+            async with limit:
+                trips = self._set_out(pair, limit)
+                try:
+                    await self._exchange(pair, send, trips)
+                finally:
+                    for trip in trips:
+                        trip.end()
+        except (TimeoutError, aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
+            log.warning("pod_lost", pod=pod.address, error=repr(error), is_answer_begun=self._is_begun)
+            is_unreached = isinstance(error, aiohttp.ClientConnectorError | aiohttp.ServerTimeoutError)
             # one that is only slow to connect may be busy; its /state says whether it lives
-            if not isinstance(error, aiohttp.ServerTimeoutError):
+            if not isinstance(error, TimeoutError):
                 pod.lose(f"{type(error).__name__}: {error}")
-            answer = error_response(
-                ApiError(
-                    503, f"{pod.address} broke the connection", code="pod_lost", is_retryable=True, retry_after_s=1.0
-                )
-            )
-            raise RefusedError("pod_lost", answer, pair) from error
-        finally:
-            for trip in trips:
-                trip.end()
+            if self._is_begun:
+                await self._break_off(send)
+                return
+            code, what = ("unreachable", "cannot be reached") if is_unreached else ("pod_lost", "is gone")
+            lost = ApiError(503, f"{pod.address} {what}", code=code, is_retryable=True, retry_after_s=1.0)
+            raise RefusedError(code, error_response(lost), pair) from error
+
+    def _set_out(self, pair: Pair, limit: asyncio.Timeout) -> list[Trip]:
+        """Note the request with both lanes. Only the decode pod answers; it knows when its prefill lane is gone."""
+        pool, now_s, loop = self._route.pool, time.monotonic(), asyncio.get_running_loop()
+        decode = pool.pod(Role.DECODE, pair.decode.key)
+        trips = [decode.send(pair.decode.key.lane, 0, now_s, lambda: limit.reschedule(loop.time()))]
+        if pair.prefill:
+            num_tokens = len(self._body.content) // _CHARS_PER_TOKEN
+            trips.append(pool.pod(Role.PREFILL, pair.prefill.key).send(pair.prefill.key.lane, num_tokens, now_s))
+        return trips
+
+    async def _exchange(self, pair: Pair, send: Send, trips: list[Trip]) -> None:
+        url = f"http://{pair.decode.key.pod}/v1/{self._endpoint}"
+        headers = self._upstream_headers(pair)
+        # as a file it is written in parts, between which other streams go on
+        async with self._route.session.post(url, data=BytesIO(self._body.content), headers=headers) as reply:
+            if reply.status == 429 or reply.headers.get("x-kimi-retryable") == "true":
+                raise await _refusal(reply, pair)
+            await self._pass_on(reply, send, trips)
 
     def _upstream_headers(self, pair: Pair) -> dict[str, str]:
         headers = {name: value for name, value in self._request.headers.items() if name not in _NOT_PASSED_ON}
@@ -175,7 +217,7 @@ class Proxy(Response):
         return headers
 
     async def _pass_on(self, reply: aiohttp.ClientResponse, send: Send, trips: list[Trip]) -> None:
-        """Send status, headers and bytes as they come; `send` waits when the client reads slowly."""
+        """Send status, headers and content as it comes; `send` waits when the client reads slowly."""
         first = await reply.content.readany()
         # the first byte is there: the prompt is computed
         for trip in trips[1:]:
@@ -187,21 +229,29 @@ class Proxy(Response):
         if not is_stream:
             first += await reply.content.read()
             headers.append((b"content-length", str(len(first)).encode()))
+        self._is_begun = True
+        self._body.release()
         await send({"type": "http.response.start", "status": reply.status, "headers": headers})
-        result, last = str(reply.status), first
-        if is_stream:
-            await send({"type": "http.response.body", "body": first, "more_body": True})
-            last = b""
-            try:
-                while part := await reply.content.readany():
-                    await send({"type": "http.response.body", "body": part, "more_body": True})
-            except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError):
-                result = "broken"
-                lost = ApiError(503, "the pod that answered is gone; send the request again", code="pod_lost")
-                last = b"data: " + msgspec.json.encode(lost.body()) + b"\n\n"
-                log.warning("upstream_broke", url=str(reply.url))
-        self._is_answered = True
-        self._route.metrics.count(result)
+        last = await self._pass_events_on(reply, send, first) if is_stream else first
+        self.is_answered = True
+        self._route.metrics.count(str(reply.status))
+        await send({"type": "http.response.body", "body": last, "more_body": False})
+
+    async def _pass_events_on(self, reply: aiohttp.ClientResponse, send: Send, first: bytes) -> bytes:
+        """All events; what follows the last of them is returned."""
+        tail, part = EventTail(), first
+        while part:
+            if whole := tail.feed(part):
+                await send({"type": "http.response.body", "body": whole, "more_body": True})
+            part = await reply.content.readany()
+        return tail.finish()
+
+    async def _break_off(self, send: Send) -> None:
+        """End a stream whose pod is gone so that the client knows."""
+        lost = ApiError(503, "the pod that answered is gone; send the request again", code="pod_lost")
+        self.is_answered = True
+        self._route.metrics.count("broken")
+        last = SSE_END + sse_error(lost) + SSE_DONE
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
 

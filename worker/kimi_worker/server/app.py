@@ -1,7 +1,6 @@
 """The HTTP API of a worker pod."""
 
 import asyncio
-import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -11,18 +10,18 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
 from kimi_worker.protocol.engine import LaneState
+from kimi_worker.protocol.handoff import is_endpoint
 from kimi_worker.protocol.openai import ApiError
 from kimi_worker.server.generation import Generation, Tools
 from kimi_worker.server.http import KEEP_ALIVE_S, add_error_handlers, read_body
 from kimi_worker.server.lanes import Lane, Lanes
+from kimi_worker.server.listen import BACKLOG, take_port
 from kimi_worker.server.metrics import Metrics
 from kimi_worker.server.work import Intake, Work, unknown_model
 from kimi_worker.settings import PodIdentity, Role, WorkerSettings
 
 _IN_THREAD_BYTES = 2**16
 """Larger bodies are read and tokenised in a thread, so that they do not hold up the streams."""
-
-_ENDPOINT = re.compile(r"tcp://[^\s/:]+:\d{1,5}|tcp://\[[0-9a-fA-F:]+\]:\d{1,5}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +48,7 @@ class Pod:
             "ready": not_ready is None,
             "draining": self.lanes.is_draining,
             "error": not_ready,
+            "max_body_bytes": self.intake.max_body_bytes,
             "lanes": [_lane_state(state) for state in states],
             "memory": {
                 "weights_bytes": sum(state.weights_bytes for state in states),
@@ -83,7 +83,7 @@ class Pod:
         endpoint = request.headers.get("x-kimi-prefill")
         if endpoint is None:
             return None
-        if not _ENDPOINT.fullmatch(endpoint):
+        if not is_endpoint(endpoint):
             raise ApiError.bad("x-kimi-prefill", f"got {endpoint[:60]!r}; want tcp://<ip>:<port>")
         if self.settings.role is not Role.DECODE:
             raise ApiError.bad("x-kimi-prefill", "this pod computes prompts itself and takes no handoffs; leave it out")
@@ -181,26 +181,21 @@ def _add_pod_routes(app: FastAPI, pod: Pod) -> None:
     async def state() -> Response:
         return JSONResponse(pod.state())
 
-    @app.post("/drain")
-    async def drain() -> Response:
-        await lanes.drain()
-        return JSONResponse({"draining": True, "requests": lanes.num_requests})
-
     @app.get("/metrics")
     async def metrics() -> Response:
         return Response(pod.metrics.text(), media_type="text/plain; version=0.0.4")
 
 
 async def serve(settings: WorkerSettings, identity: PodIdentity) -> None:
-    """Run the API process until a signal; streams that run get `timeouts.drain_s` to end."""
+    """Run the API process until a signal; streams that run get `timeouts.drain_s` to end. Raises PortError."""
+    listener = take_port(settings.ports.api)
     config = uvicorn.Config(
         create_app(settings, identity),
-        host="0.0.0.0",  # noqa: S104  # the pod's network is its own
-        port=settings.ports.api,
         access_log=False,
         log_level="warning",
         server_header=False,
+        backlog=BACKLOG,
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=int(settings.timeouts.drain_s),
     )
-    await uvicorn.Server(config).serve()
+    await uvicorn.Server(config).serve([listener])

@@ -1,11 +1,9 @@
 """One request's life in the API process: submit, wait for the lane, answer whole or as a stream, tidy up."""
 
-import asyncio
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-import msgspec
 import structlog
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -13,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 from kimi_worker.protocol.engine import Failed, Output, Submit
 from kimi_worker.protocol.openai import ApiError
 from kimi_worker.server.answer import AnswerReader, AnswerWriter, Piece
-from kimi_worker.server.http import error_response, until_disconnect
+from kimi_worker.server.http import SSE_DONE, HangUpResponse, error_response, sse_error, sse_event
 from kimi_worker.server.lanes import Lane, RequestFailedError, Ticket
 from kimi_worker.server.metrics import Metrics
 from kimi_worker.server.text import Tokenizer
@@ -72,7 +70,7 @@ class Timing:
         return (self.last_s - (self.first_s or self.last_s)) / max(1, self.num_tokens - 1)
 
 
-class Generation(Response):
+class Generation(HangUpResponse):
     """The response to one request. It submits the work when it is called and cancels it when the client goes."""
 
     def __init__(self, work: Work, lane: Lane, prefill: str | None, tools: "Tools") -> None:
@@ -84,34 +82,22 @@ class Generation(Response):
         self._reader = AnswerReader(work, tools.tokenizer)
         self._writer = AnswerWriter(work, tools.tokenizer)
         self._timing = Timing(time.monotonic())
-        self._is_answered = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._tools.metrics.in_flight.track_inprogress():
-            answer = asyncio.create_task(self._answer(scope, receive, send))
-            gone = asyncio.create_task(until_disconnect(receive))
-            try:
-                await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
-                # a finished answer also ends `receive`
-                if self._is_answered:
-                    await answer
-            finally:
-                for task in (answer, gone):
-                    task.cancel()
-                results = await asyncio.gather(answer, gone, return_exceptions=True)
-            if isinstance(results[0], asyncio.CancelledError):
-                self._end("client_gone")
-            elif isinstance(results[0], BaseException):
-                raise results[0]
+            await super().__call__(scope, receive, send)
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def client_gone(self) -> None:
+        self._end("client_gone")
+
+    async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         submit = Submit(self._work.request_id, self._work.token_ids, self._work.sampling, self._prefill)
         async with self._lane.request(submit) as ticket:
             try:
                 await ticket.admitted(self._tools.admission_timeout_s)
                 first = await self._next(ticket)
             except RequestFailedError as error:
-                self._is_answered = True
+                self.is_answered = True
                 await error_response(failure(error.failed))(scope, receive, send)
                 self._end(error.failed.code)
                 return
@@ -143,7 +129,7 @@ class Generation(Response):
             reason = pieces[-1].finish_reason or ""
         except RequestFailedError as error:
             response, reason = error_response(failure(error.failed)), error.failed.code
-        self._is_answered = True
+        self.is_answered = True
         await response(scope, receive, send)
         self._end(reason)
 
@@ -156,12 +142,12 @@ class Generation(Response):
                 reason = piece.finish_reason or ""
                 data = self._writer.chunk(piece, self._stats() if reason else None)
                 if data:
-                    await send({"type": "http.response.body", "body": _event(data), "more_body": True})
-            last = _event(self._writer.usage_chunk(self._reader.num_tokens)) if self._work.with_usage else b""
+                    await send({"type": "http.response.body", "body": sse_event(data), "more_body": True})
+            last = sse_event(self._writer.usage_chunk(self._reader.num_tokens)) if self._work.with_usage else b""
         except RequestFailedError as error:
-            last, reason = _event(msgspec.json.encode(failure(error.failed).body())), error.failed.code
-        self._is_answered = True
-        await send({"type": "http.response.body", "body": last + _event(b"[DONE]"), "more_body": False})
+            last, reason = sse_error(failure(error.failed)), error.failed.code
+        self.is_answered = True
+        await send({"type": "http.response.body", "body": last + SSE_DONE, "more_body": False})
         self._end(reason)
 
     def _stats(self) -> dict[str, object] | None:
@@ -218,7 +204,3 @@ class Tools:
     metrics: Metrics
     admission_timeout_s: float
     with_stats: bool
-
-
-def _event(data: bytes) -> bytes:
-    return b"data: " + data + b"\n\n"

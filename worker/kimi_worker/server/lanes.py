@@ -14,7 +14,6 @@ import zmq.asyncio
 from kimi_worker.protocol.engine import (
     Admitted,
     Cancel,
-    Drain,
     Failed,
     FromEngine,
     LaneState,
@@ -122,9 +121,6 @@ class Lane:
             if not ticket.is_finished:
                 await self._send(Cancel(request_id=submit.request_id))
 
-    async def drain(self) -> None:
-        await self._send(Drain())
-
     async def listen(self) -> None:
         """Receive until cancelled."""
         await self._send(Watch())
@@ -155,7 +151,6 @@ class Lanes:
         self._context = zmq.asyncio.Context()
         self._all = [Lane(self._context, run_dir, index) for index in range(num_lanes)]
         self._listeners: list[asyncio.Task[None]] = []
-        self._was_told_to_drain = False
         self.error: str | None = None
         """Why this process no longer hears its lanes."""
 
@@ -191,8 +186,8 @@ class Lanes:
 
     @property
     def is_draining(self) -> bool:
-        """Told here, or by the pod's end, or by another pod of the group."""
-        return self._was_told_to_drain or any(state.draining for state in self.states)
+        """Whether the lanes take nothing new: this pod or another one of its group was told to end."""
+        return any(state.draining for state in self.states)
 
     @property
     def not_ready(self) -> str | None:
@@ -210,12 +205,6 @@ class Lanes:
 
     def least_busy(self) -> Lane:
         return min(self._all, key=lambda lane: lane.num_requests)
-
-    async def drain(self) -> None:
-        """Accept nothing new from now on."""
-        self._was_told_to_drain = True
-        for lane in self._all:
-            await lane.drain()
 
     def _listener_ended(self, task: "asyncio.Task[None]") -> None:
         if not task.cancelled() and (error := task.exception()):
