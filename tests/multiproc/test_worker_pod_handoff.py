@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -119,6 +120,61 @@ def test_lost_prefill_pod_fails_its_requests_and_leaks_nothing(pods: Pods, rando
     decode.wait_idle()
     [answer] = decode.finish([decode.submit(prompt, endpoint(other), max_tokens=5)])
     assert len(answer.tokens) == 5
+
+
+@pytest.fixture(scope="module")
+def hasty_pair(module_pods: Pods, random_checkpoint: Path) -> tuple[Pod, Pod]:
+    """A peer that is silent for a second is lost."""
+    pair = start_pair(module_pods, random_checkpoint, parallel=TP2, handoff={"silence_s": 1.0})
+    for pod in pair:
+        pod.wait_ready()
+    return pair
+
+
+@pytest.mark.parametrize("slow", [0, 1], ids=["prefill", "decode"])
+def test_a_step_longer_than_any_silence_loses_nothing(
+    hasty_pair: tuple[Pod, Pod], prompts: dict[str, list[int]], reference: dict[str, Answer], slow: int
+) -> None:
+    """The leader of one lane waits in a collective for its stopped follower; its process still answers pings."""
+    prefill, decode = (pod.client() for pod in hasty_pair)
+    prefill.wait_ready()
+    decode.wait_ready()
+    decode.finish([decode.submit(prompts["short"], endpoint(prefill), max_tokens=2)])
+    follower = hasty_pair[slow].children()["rank-1"]
+    os.kill(follower, signal.SIGSTOP)
+    try:
+        # The second of them keeps a stopped decode lane in a step as well
+        ids = [decode.submit(prompts["long"], endpoint(prefill), max_tokens=24)]
+        ids.append(decode.submit(prompts["chunks"], max_tokens=24))
+        until = time.monotonic() + 6.0
+        while time.monotonic() < until:
+            decode.receive(0.1)
+            assert not any(decode.answers[request_id].failed for request_id in ids)
+    finally:
+        os.kill(follower, signal.SIGCONT)
+    answers = decode.finish(ids)
+    assert [answer.failed for answer in answers] == [None, None]
+    assert [answer.tokens for answer in answers] == [reference[name].tokens for name in ("long", "chunks")]
+    prefill.wait_idle()
+    decode.wait_idle()
+
+
+def test_a_stopped_prefill_process_is_found(hasty_pair: tuple[Pod, Pod], prompts: dict[str, list[int]]) -> None:
+    """Stopped in full, as when its node loses power. It ends the fixture's pair: keep it last."""
+    prefill, decode = (pod.client() for pod in hasty_pair)
+    prefill.wait_ready()
+    decode.wait_ready()
+    leader = hasty_pair[0].children()["rank-0"]
+    os.kill(leader, signal.SIGSTOP)
+    try:
+        begun = time.monotonic()
+        [answer] = decode.finish([decode.submit(prompts["short"], endpoint(prefill), max_tokens=2)])
+        assert answer.failed is not None
+        assert (answer.failed.code, answer.failed.retryable) == ("prefill_unreachable", True)
+        assert time.monotonic() - begun < 10.0
+        decode.wait_idle()
+    finally:
+        os.kill(leader, signal.SIGCONT)
 
 
 def test_early_notice_gives_wrong_answers(

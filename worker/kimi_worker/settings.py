@@ -94,6 +94,11 @@ class HandoffSettings(Section):
     transport: Annotated[str, Field(pattern="^(nixl|moriio)$")] = "nixl"
     reservation_timeout_s: PositiveFloat = 120.0
     """From reservation to Ready; afterwards the request fails and the reservation is quarantined."""
+    write_timeout_s: PositiveFloat = 120.0
+    """From posting a transfer's writes to the last completion. Above timeouts.collective_s: ranks take part between
+    steps, and a step may last that long."""
+    silence_s: PositiveFloat = 15.0
+    """A peer with open transfers whose process answers no pings for about so long is lost. Long steps do not count."""
     fence: Annotated[str, Field(pattern="^(none|read_back)$")] = "none"
     """`read_back`: read a few bytes of every written region before telling decode, where completion is only local."""
 
@@ -144,6 +149,15 @@ class WorkerSettings(Section):
     timeouts: TimeoutSettings = TimeoutSettings()
     service: ServiceSettings = ServiceSettings()
     faults: FaultSettings = FaultSettings()
+
+    @model_validator(mode="after")
+    def _no_step_breaks_a_handoff(self) -> "WorkerSettings":
+        if self.role is not Role.BOTH and self.handoff.write_timeout_s <= self.timeouts.collective_s:
+            raise ValueError(
+                f"handoff.write_timeout_s {self.handoff.write_timeout_s:g} is not above timeouts.collective_s "
+                f"{self.timeouts.collective_s:g}: a step that is allowed to be that long would break off writes"
+            )
+        return self
 
     @model_validator(mode="after")
     def _one_request_fits(self) -> "WorkerSettings":

@@ -157,7 +157,7 @@ def _leader(parts: Parts) -> Leader:
         clients=ClientLink(parts.context, run_dir, where.local_lane),
         followers=followers,
         coordination=_coordination(parts),
-        peers=PeerLink(parts.context, endpoint) if parts.port is not None else None,
+        peers=PeerLink(parts.context, endpoint, settings.handoff.silence_s) if parts.port is not None else None,
     )
     return Leader(lane, links, parts.runner, parts.groups, parts.port)
 
@@ -209,7 +209,11 @@ def _handoff_sides(parts: Parts, descriptors: list[bytes]) -> tuple[DecodeSide |
     settings, where = parts.settings, parts.groups.place
     if settings.role is Role.BOTH:
         return None, None
-    timing = Timing(reservation_timeout_s=settings.handoff.reservation_timeout_s)
+    timing = Timing(
+        reservation_timeout_s=settings.handoff.reservation_timeout_s,
+        write_timeout_s=settings.handoff.write_timeout_s,
+        silence_s=settings.handoff.silence_s,
+    )
     is_decode = settings.role is Role.DECODE
     identity = LaneIdentity(
         engine=f"{parts.identity.pod_name}/{where.local_lane}",

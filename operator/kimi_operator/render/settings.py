@@ -21,6 +21,10 @@ POLL_INTERVAL_S = 0.5
 LOST_AFTER_S = 15.0
 RETRIES = 3
 MAX_HELD_BYTES = 2**28
+WRITE_S = 60
+"""For the writes of one prompt themselves."""
+SILENCE_S = 15.0
+"""Without pings from a peer's process; long steps do not count."""
 
 
 def to_worker_settings(inputs: RenderInputs, role: Role, revision: str) -> dict[str, Any]:
@@ -41,6 +45,9 @@ def to_worker_settings(inputs: RenderInputs, role: Role, revision: str) -> dict[
         "handoff": {
             "transport": plan.transport.value.lower(),
             "reservation_timeout_s": float(profile.timeouts.reservation_seconds),
+            # A step may last as long as a collective, and the ranks at both ends take part in writes between steps.
+            "write_timeout_s": float(profile.timeouts.collective_seconds + WRITE_S),
+            "silence_s": SILENCE_S,
             "fence": profile.fabric.fence,
         },
         "ports": {

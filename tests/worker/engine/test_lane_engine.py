@@ -15,7 +15,6 @@ from kimi_worker.handoff.actions import LaneIdentity, Timing
 from kimi_worker.handoff.plan import RegionLayout, Unit
 from kimi_worker.handoff.rank import RankPort
 from kimi_worker.handoff.session import DecodeSide, PrefillSide, Send, ToRanks
-from kimi_worker.handoff.sim import Fabric, Faults, Loop, SimNetwork, SimTransport
 from kimi_worker.handoff.transport import Region
 from kimi_worker.protocol.engine import (
     Admitted,
@@ -33,6 +32,7 @@ from kimi_worker.protocol.handoff import LaneMessage
 from kimi_worker.protocol.step import StepPlan
 from kimi_worker.scheduler.lane import LaneScheduler, plan_of
 from kimi_worker.settings import LimitSettings
+from sim_fabric import Fabric, Faults, Loop, SimNetwork, SimTransport
 
 VOCABULARY = 251
 PAGE_SIZE = 4

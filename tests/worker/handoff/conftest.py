@@ -9,7 +9,15 @@ LAYOUT: Layout = (RegionLayout("pages", Unit.PAGE, 64), RegionLayout("state", Un
 
 @pytest.fixture
 def timing() -> Timing:
-    return Timing(reservation_timeout_s=100.0, resend_s=1.0, resend_max_s=4.0, hello_s=2.0, silence_s=10.0)
+    return Timing(
+        reservation_timeout_s=100.0,
+        resend_s=1.0,
+        resend_max_s=4.0,
+        hello_s=2.0,
+        silence_s=10.0,
+        revoke_wait_s=10.0,
+        write_timeout_s=60.0,
+    )
 
 
 @pytest.fixture

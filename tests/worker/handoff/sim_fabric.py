@@ -3,7 +3,7 @@
 `Loop` runs events in virtual time. `SimTransport` moves bytes between bytearrays in pieces that are read late, land
 late and out of order, complete before they land where the fabric is told so, break off, and land after the breaking.
 `SimNetwork` delays, reorders, repeats and loses control messages, and cuts endpoints off from each other for a while.
-`lanes.py` puts lanes with toy engines on top and checks the invariants of the handoff.
+`sim_lanes.py` puts lanes with toy engines on top and checks the invariants of the handoff.
 """
 
 import functools
@@ -69,21 +69,37 @@ class SimNetwork:
         """By endpoint; a lane that is down has none."""
         self.cut: set[frozenset[str]] = set()
         """Pairs of endpoints that do not reach each other now."""
+        self._speakers: dict[tuple[str, str], object] = {}
+        """Who sent the last message that a target got from a source: a process, not only its endpoint."""
+
+    def reached(self, source: str) -> list[str]:
+        """Endpoints whose process would answer a ping, as its connection does also while it is busy."""
+        return [target for target in self.receivers if frozenset((source, target)) not in self.cut]
+
+    def heard(self, target: str) -> list[str]:
+        """Endpoints of which the process that sent the last message still holds its connection."""
+        return [
+            source
+            for source in self.reached(target)
+            if self._speakers.get((source, target)) is self.receivers.get(source)
+        ]
 
     def send(self, source: str, target: str, message: LaneMessage) -> None:
+        speaker = self.receivers.get(source)
         copies = 2 if self._rng.random() < self._faults.repeat_message else 1
         for _ in range(copies):
             if self._rng.random() < self._faults.lose_message:
                 continue
             late = self._rng.random() < self._faults.late_message
             delay = self._rng.uniform(0, self._faults.latest_message_s if late else 0.02)
-            self._loop.after(delay, lambda: self._deliver(source, target, message))
+            self._loop.after(delay, lambda: self._deliver(source, target, message, speaker))
 
-    def _deliver(self, source: str, target: str, message: LaneMessage) -> None:
+    def _deliver(self, source: str, target: str, message: LaneMessage, speaker: object) -> None:
         if frozenset((source, target)) in self.cut:
             return
         receiver = self.receivers.get(target)
         if receiver is not None:
+            self._speakers[source, target] = speaker
             receiver(source, message)
 
 

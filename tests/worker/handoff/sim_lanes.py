@@ -32,10 +32,10 @@ from kimi_worker.handoff.decode_side import DecodeSide
 from kimi_worker.handoff.plan import Layout, RegionLayout, Unit
 from kimi_worker.handoff.prefill_side import PrefillSide
 from kimi_worker.handoff.rank import RankPort
-from kimi_worker.handoff.sim import Fabric, Loop, SimNetwork, SimTransport
 from kimi_worker.handoff.transport import Region
 from kimi_worker.protocol.engine import SampledToken, Sampling
 from kimi_worker.protocol.handoff import LaneMessage, RankCommand, TransferKey
+from sim_fabric import Fabric, Loop, SimNetwork, SimTransport
 
 POISON = 0xEE
 LAYOUT: Layout = (
@@ -45,7 +45,11 @@ LAYOUT: Layout = (
 )
 NUM_PAGES, NUM_SLOTS, NUM_RANKS = 12, 4, 2
 UNITS = {Unit.PAGE: NUM_PAGES, Unit.SLOT: NUM_SLOTS}
-TIMING = Timing(reservation_timeout_s=20.0, silence_s=6.0, write_timeout_s=8.0, forget_s=120.0)
+TIMING = Timing(
+    reservation_timeout_s=30.0, resend_max_s=4.0, silence_s=4.0, revoke_wait_s=6.0, write_timeout_s=16.0, forget_s=120.0
+)
+LONGEST_STEP_S = 12.0
+"""Several times the silence that loses a peer, and less than writes may take."""
 GREEDY = Sampling(max_tokens=8, temperature=0.0)
 
 
@@ -171,10 +175,11 @@ class Lane:
         self.ports = [RankPort(rank, transport, REGIONS) for rank, transport in enumerate(self.transports)]
         self._mailbox_free_at = [0.0] * NUM_RANKS
         for rank, transport in enumerate(self.transports):
-            transport.on_ended = lambda rank=rank: self._poll(rank)  # type: ignore[misc]
-            transport.makes_progress = lambda rank=rank: self.ports[rank].is_watching  # type: ignore[misc]
+            transport.on_ended = lambda rank=rank: self._when_free(lambda: self._poll(rank))  # type: ignore[misc]
+            transport.makes_progress = lambda rank=rank: self._pumps(rank)  # type: ignore[misc]
         self.identity = LaneIdentity(endpoint, epoch, layout_hash, LAYOUT, NUM_RANKS, self._descriptors())
         self._timer: float | None = None
+        self._busy_until = 0.0
         self.side: DecodeSide | PrefillSide
         world.network.receivers[endpoint] = self._receive
 
@@ -187,6 +192,24 @@ class Lane:
         del self.world.network.receivers[self.endpoint]
         for transport in self.transports:
             transport.close()
+
+    def step_for(self, seconds: float) -> None:
+        """All ranks of the lane are in one long step: nothing is read, written or decided before it ends."""
+        self._busy_until = max(self._busy_until, self.world.loop.now + seconds)
+        self.world.trace(self.endpoint, "steps until", self._busy_until)
+
+    def _when_free(self, event: Callable[[], None]) -> None:
+        """Let the event happen now, or when the step has ended, in order."""
+        if self.world.loop.now < self._busy_until:
+            self.world.loop.after(self._busy_until - self.world.loop.now, lambda: self._when_free(event))
+        elif self.is_alive:
+            event()
+
+    def _pumps(self, rank: int) -> bool:
+        return self.ports[rank].is_watching and self.world.loop.now >= self._busy_until
+
+    def see_peers(self) -> None:
+        raise NotImplementedError
 
     def perform(self, actions: list[Action]) -> None:
         for action in actions:
@@ -205,6 +228,9 @@ class Lane:
         raise NotImplementedError
 
     def _receive(self, peer: str, message: LaneMessage) -> None:
+        self._when_free(lambda: self._take(peer, message))
+
+    def _take(self, peer: str, message: LaneMessage) -> None:
         self.world.trace(self.endpoint, "<-", peer, message)
         self.perform(self.side.receive(peer, message, self.world.loop.now))  # type: ignore[arg-type]
 
@@ -212,7 +238,7 @@ class Lane:
         """Commands reach a rank after a while, in order."""
         now = self.world.loop.now
         at = self._mailbox_free_at[rank] = max(self._mailbox_free_at[rank], now + self.world.rng.uniform(0, 0.01))
-        self.world.loop.after(at - now, lambda: self._execute(rank, command))
+        self.world.loop.after(at - now, lambda: self._when_free(lambda: self._execute(rank, command)))
 
     def _execute(self, rank: int, command: RankCommand) -> None:
         if self.is_alive:
@@ -224,7 +250,8 @@ class Lane:
             return
         for report in self.ports[rank].poll():
             delay = self.world.rng.uniform(0, 0.01)
-            self.world.loop.after(delay, lambda report=report: self._reported(report))  # type: ignore[misc]
+            reported = functools.partial(self._reported, report)
+            self.world.loop.after(delay, functools.partial(self._when_free, reported))
 
     def _reported(self, report: object) -> None:
         if self.is_alive:
@@ -236,12 +263,13 @@ class Lane:
         if deadline is None or (self._timer is not None and self._timer <= deadline):
             return
         self._timer = deadline
-        self.world.loop.after(deadline - self.world.loop.now, lambda: self._fire(deadline))
+        self.world.loop.after(deadline - self.world.loop.now, lambda: self._when_free(lambda: self._fire(deadline)))
 
     def _fire(self, deadline: float) -> None:
-        if not self.is_alive or self._timer != deadline:
+        if self._timer != deadline:
             return
         self._timer = None
+        self.see_peers()
         self.perform(self.side.tick(self.world.loop.now))
 
     def check_idle(self) -> None:
@@ -272,6 +300,9 @@ class DecodeLane(Lane):
         self.outcomes: dict[str, Outcome] = {}
 
     def request(self, request_id: str, prefill: str, num_pages: int) -> None:
+        self._when_free(lambda: self._request(request_id, prefill, num_pages))
+
+    def _request(self, request_id: str, prefill: str, num_pages: int) -> None:
         holding = self.pool.take(self.world.rng, num_pages) if self.is_alive else None
         if holding is None:
             return
@@ -281,6 +312,10 @@ class DecodeLane(Lane):
         tokens = [int(request_id), num_pages]
         request = HandoffRequest(request_id, prefill, tokens, GREEDY, list(holding.pages), holding.slot)
         self.perform(self.decode_side.begin(request, self.world.loop.now))
+
+    def see_peers(self) -> None:
+        for peer in self.world.network.reached(self.endpoint):
+            self.decode_side.see(peer, self.world.loop.now)
 
     @property
     def decode_side(self) -> DecodeSide:
@@ -339,6 +374,10 @@ class PrefillLane(Lane):
         self.trouble = 0.0
         """Chance that the engine refuses or fails a request."""
 
+    def see_peers(self) -> None:
+        for peer in self.world.network.heard(self.endpoint):
+            self.prefill_side.see(peer, self.world.loop.now)
+
     @property
     def prefill_side(self) -> PrefillSide:
         assert isinstance(self.side, PrefillSide)
@@ -350,7 +389,8 @@ class PrefillLane(Lane):
                 if action.key in self.computing:
                     raise InvariantError(f"I5: {action} twice")
                 self.computing[action.key] = None
-                self.world.loop.after(self.world.rng.uniform(0, 0.5), lambda: self._start(action))
+                start = functools.partial(self._start, action)
+                self.world.loop.after(self.world.rng.uniform(0, 0.5), lambda: self._when_free(start))
             case CancelCompute():
                 holding = self.computing.pop(action.key)
                 if holding is not None:
@@ -374,7 +414,8 @@ class PrefillLane(Lane):
             self.perform(self.prefill_side.fail(action.key, "prefill_full", "no room", now))
             return
         self.computing[action.key] = holding
-        self.world.loop.after(rng.uniform(0, 2), lambda: self._computed(action, holding))
+        computed = functools.partial(self._computed, action, holding)
+        self.world.loop.after(rng.uniform(0, 2), lambda: self._when_free(computed))
 
     def _computed(self, action: Enqueue, holding: Holding) -> None:
         if not self.is_alive or self.computing.get(action.key) is not holding:

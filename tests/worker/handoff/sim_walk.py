@@ -1,24 +1,29 @@
-"""One seeded random walk of a few lanes through faults, and the checks at its end. Used by tests."""
+"""One seeded random walk of a few lanes through faults, and the checks at its end."""
 
 import random
 from collections import Counter, deque
 
-from kimi_worker.handoff.lanes import DecodeLane, InvariantError, Lane, PrefillLane, World
-from kimi_worker.handoff.sim import Fabric, Faults, Loop, SimNetwork, SimTransport
+from sim_fabric import Fabric, Faults, Loop, SimNetwork, SimTransport
+from sim_lanes import LONGEST_STEP_S, TIMING, DecodeLane, InvariantError, Lane, PrefillLane, World
 
 FAULTS_S = 20.0
-SETTLE_S = 120.0
+SETTLE_S = 160.0
 """Longer than all time-outs in a row."""
+ANSWER_S = 2 * TIMING.resend_max_s + TIMING.silence_s + 4.0
+"""After the last fault: for every client to know. A lost message costs a repetition, never a whole time-out."""
 PROBE_S = 20.0
 
 
 class Walk:
     """Builds a world from a seed and lets it run: requests, cancels, crashes, restarts, partitions."""
 
-    def __init__(self, seed: int, *, early: bool = False) -> None:
-        self._rng = rng = random.Random(seed)  # noqa: S311 - repeatable, not secret
+    def __init__(self, seed: int, *, early: bool = False, only_steps: bool = False) -> None:
+        """`only_steps`: nothing is lost or broken, but every lane is busy for long at times."""
+        self._rng = rng = random.Random(seed)
         self._early = early
+        self._only_steps = only_steps
         self._trace: deque[tuple[object, ...]] = deque(maxlen=400)
+        self._crashed = False
         loop = Loop()
         self._faults = faults = Faults(
             lose_message=rng.choice([0, 0, 0.1, 0.3]),
@@ -28,6 +33,9 @@ class Walk:
             slowest_write_s=rng.choice([2.0, 20.0]),
             break_wire=rng.choice([0, 0, 0.1]),
         )
+        self._slow = faults.slow_write > 0
+        if only_steps:
+            faults.stop()
         network = SimNetwork(loop, rng, faults)
         fabric = Fabric(loop, rng, faults, completes_locally=rng.random() < 0.5)
         self.world = World(loop, rng, network, fabric, self._note)
@@ -45,6 +53,9 @@ class Walk:
             self._schedule()
             self.world.loop.run(FAULTS_S)
             self._heal()
+            self.world.loop.run(FAULTS_S + ANSWER_S)
+            if not self._crashed and not self._slow:
+                self._check_answered()
             self.world.loop.run(FAULTS_S + SETTLE_S)
             self._check_idle()
             self._probe()
@@ -88,6 +99,10 @@ class Walk:
             loop.after(at, lambda request_id=request_id: self._request(request_id))  # type: ignore[misc]
             if rng.random() < 0.2:
                 loop.after(at + rng.uniform(0, 3), lambda request_id=request_id: self._cancel(request_id))  # type: ignore[misc]
+        for _ in range(rng.choice([0, 0, 1, 2]) + self._only_steps):
+            loop.after(rng.uniform(0, FAULTS_S - LONGEST_STEP_S), self._step)
+        if self._only_steps:
+            return
         for _ in range(rng.choice([0, 0, 1, 2])):
             loop.after(rng.uniform(0, FAULTS_S), self._crash)
         for _ in range(rng.choice([0, 0, 1, 2])):
@@ -109,6 +124,7 @@ class Walk:
         if not lane.is_alive:
             return
         lane.crash()
+        self._crashed = True
         if self._rng.random() < 0.75:
             self.world.loop.after(self._rng.choice([0.05, 2.0, 8.0]), lambda: self._restart(lane))
 
@@ -121,6 +137,10 @@ class Walk:
             self.decodes.append(self._decode(endpoint))
         else:
             self.prefills.append(self._prefill(endpoint, lane.identity.layout_hash))
+
+    def _step(self) -> None:
+        """A lane is busy with one step for longer than a silent peer is waited for."""
+        self._rng.choice([*self.decodes, *self.prefills]).step_for(self._rng.uniform(0.5, LONGEST_STEP_S))
 
     def _partition(self) -> None:
         pair = frozenset((self._rng.choice(self.decodes).endpoint, self._rng.choice(self.prefills).endpoint))
@@ -141,10 +161,13 @@ class Walk:
             if not lane.is_alive:
                 continue
             lane.check_idle()
-            if isinstance(lane, DecodeLane):
-                unfinished = [name for name, outcome in lane.outcomes.items() if not outcome.ended]
-                if unfinished:
-                    raise InvariantError(f"I5: requests {unfinished} of {lane.endpoint} have no end")
+        self._check_answered()
+
+    def _check_answered(self) -> None:
+        for lane in self.decodes:
+            unfinished = [name for name, outcome in lane.outcomes.items() if not outcome.ended]
+            if unfinished and lane.is_alive:
+                raise InvariantError(f"I5: requests {unfinished} of {lane.endpoint} have no end")
 
     def _probe(self) -> None:
         """After the faults each decode lane is served by each prefill lane of its layout, at the second try."""

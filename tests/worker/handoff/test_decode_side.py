@@ -1,6 +1,7 @@
 """Every state and transition of decode's table, one event at a time."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 from kimi_worker.handoff.actions import (
@@ -24,6 +25,7 @@ from kimi_worker.protocol.handoff import (
     Hello,
     LaneMessage,
     Prefill,
+    Query,
     Ready,
     Refused,
     Release,
@@ -164,7 +166,9 @@ def test_ready_with_another_digest_is_quarantined(side: DecodeSide, ready: Ready
     assert side.num_quarantined == 1
 
 
-@pytest.mark.parametrize(("code", "retryable"), [("prefill_full", True), ("prompt_too_long", False)])
+@pytest.mark.parametrize(
+    ("code", "retryable"), [("prefill_full", True), ("prompt_too_long", False), ("engine_error", False)]
+)
 def test_refused_fails_and_frees(side: DecodeSide, code: str, retryable: bool) -> None:
     reserved(side)
     actions = side.receive(PEER, Refused(1, THEIRS, MINE, code, "because"), 1.0)
@@ -181,6 +185,52 @@ def test_prefill_is_repeated_with_pauses_until_accepted(side: DecodeSide) -> Non
     assert times == [1.0, 3.0, 7.0]
     side.receive(PEER, Accepted(1, THEIRS, MINE), 9.0)
     assert sent(side.tick(60.0), Prefill) == []
+
+
+def test_prefill_is_not_repeated_to_a_peer_that_has_read_nothing_since(side: DecodeSide) -> None:
+    """It is in a long step: the prompt waits in its inbox already."""
+    reserved(side)
+    for tenths in range(1, 300):
+        now = tenths / 10
+        side.see(PEER, now)
+        assert sent(side.tick(now), Prefill) == []
+    side.receive(PEER, answer(), 30.0)
+    now = 30.0
+    while not sent(side.tick(now), Prefill):
+        now += 0.1
+        assert now < 35.0
+
+
+def test_hellos_to_a_busy_peer_become_rare(side: DecodeSide) -> None:
+    reserved(side)
+    times = []
+    for tenths in range(1, 200):
+        side.see(PEER, tenths / 10)
+        times += [tenths / 10 for _ in sent(side.tick(tenths / 10), Hello)]
+    assert [round(later - earlier, 1) for earlier, later in pairwise(times)][-3:] == [4.0, 4.0, 4.0]
+
+
+def test_a_peer_that_is_seen_is_not_lost(side: DecodeSide) -> None:
+    reserved(side)
+    for now in range(1, 99):
+        side.see(PEER, float(now))
+        assert not any(isinstance(action, Fail | ToRanks) for action in side.tick(float(now)))
+    assert any(isinstance(action, Fail) for action in side.tick(100.0))
+
+
+def test_accepted_transfer_is_asked_for_until_it_ends(side: DecodeSide) -> None:
+    reserved(side)
+    side.receive(PEER, Accepted(1, THEIRS, MINE), 1.0)
+    times = []
+    for tenths in range(11, 150):
+        now = tenths / 10
+        side.receive(PEER, answer(), now)
+        if sent(side.tick(now), Query) == [Query(1, MINE, THEIRS)]:
+            times.append(now)
+            side.receive(PEER, Accepted(1, THEIRS, MINE), now)
+    assert times == [5.0, 9.0, 13.0]
+    refused = Refused(1, THEIRS, MINE, "prefill_full", "no room")
+    assert [type(action) for action in side.receive(PEER, refused, 15.0)][:2] == [Fail, FreeReservation]
 
 
 def test_hello_is_repeated_while_something_is_open(side: DecodeSide) -> None:

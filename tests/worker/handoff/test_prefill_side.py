@@ -28,6 +28,7 @@ from kimi_worker.protocol.handoff import (
     Hello,
     LaneMessage,
     Prefill,
+    Query,
     Ready,
     Refused,
     Release,
@@ -325,6 +326,35 @@ def test_silent_peer_is_disconnected_and_its_requests_cancelled(side: PrefillSid
     assert side.num_open == 0
 
 
+def test_silent_peer_that_is_seen_is_kept(side: PrefillSide) -> None:
+    queue(side)
+    for now in range(2, 51):
+        side.see(PEER, float(now))
+        assert side.tick(float(now)) == []
+    assert side.num_open == 1
+
+
+def test_only_the_current_epoch_of_a_peer_is_seen(side: PrefillSide) -> None:
+    """The successor of a process at the same endpoint does not keep its predecessor's transfers."""
+    queue(side)
+    side.see("tcp://decode:9", 10.0)
+    actions = side.receive(PEER, replace(HELLO, epoch=THEIRS * 2**30), 10.0)
+    assert CancelCompute(KEY) in actions
+
+
+def test_query_is_answered_with_where_the_transfer_is(side: PrefillSide, digest: str) -> None:
+    query = Query(1, THEIRS, MINE)
+    queue(side)
+    assert side.receive(PEER, query, 1.5) == [ACCEPTED]
+    compute(side, 2.0)
+    assert side.receive(PEER, query, 2.5) == [ACCEPTED]
+    (ready,) = messages(wrote(side, digest))
+    assert messages(side.receive(PEER, query, 4.0)) == [ready]
+    # Never heard of, so nothing was or will be written
+    assert aborted(side.receive(PEER, Query(2, THEIRS, MINE), 4.0)).settled
+    assert aborted(side.receive(PEER, replace(PREFILL, number=2), 4.1)).settled
+
+
 def test_silent_peer_after_ready_frees_the_source(side: PrefillSide, digest: str) -> None:
     compute(side)
     wrote(side, digest)
@@ -365,6 +395,14 @@ def test_new_epoch_ends_the_old_ones_transfers(side: PrefillSide) -> None:
     assert actions[0] == CancelCompute(KEY)
     assert actions.index(DISCONNECT) < actions.index(ToRanks(Connect(PEER, THEIRS + 1, [b"rank 0", b"rank 1"])))
     assert side.num_open == 0
+
+
+def test_hello_of_an_older_epoch_of_the_same_process_is_ignored(side: PrefillSide) -> None:
+    newer = replace(HELLO, epoch=THEIRS + 1)
+    side.receive(PEER, newer, 1.0)
+    side.receive(PEER, replace(PREFILL, epoch=THEIRS + 1), 1.0)
+    assert side.receive(PEER, HELLO, 1.1) == []
+    assert side.num_open == 1
 
 
 def test_hello_closes_older_numbers(side: PrefillSide, digest: str) -> None:

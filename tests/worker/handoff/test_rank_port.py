@@ -5,7 +5,6 @@ import random
 import pytest
 from kimi_worker.handoff.plan import RegionLayout, Unit, digest_of_reservation
 from kimi_worker.handoff.rank import RankPort
-from kimi_worker.handoff.sim import Fabric, Faults, Loop, SimTransport
 from kimi_worker.handoff.transport import Region
 from kimi_worker.protocol.handoff import (
     Connect,
@@ -21,6 +20,7 @@ from kimi_worker.protocol.handoff import (
     Write,
     Wrote,
 )
+from sim_fabric import Fabric, Faults, Loop, SimTransport
 
 LAYOUT = (RegionLayout("pages", Unit.PAGE, 64), RegionLayout("state", Unit.SLOT, 32))
 REGIONS = [Region(LAYOUT[0], 0, 4), Region(LAYOUT[1], 256, 2)]

@@ -4,12 +4,13 @@ import os
 from typing import Any
 
 import pytest
-from kimi_worker.handoff.actions import Action
+from kimi_worker.handoff.actions import Action, Send
 from kimi_worker.handoff.decode_side import DecodeSide
-from kimi_worker.handoff.lanes import InvariantError
 from kimi_worker.handoff.prefill_side import PrefillSide
-from kimi_worker.handoff.walk import Walk
+from kimi_worker.protocol.handoff import Release
 from msgspec.structs import replace
+from sim_lanes import InvariantError
+from sim_walk import Walk
 
 BLOCK = 100
 NUM_SEEDS = int(os.environ.get("KIMI_WALK_SEEDS", "2000"))
@@ -28,6 +29,21 @@ def test_invariants_hold_through_faults(first: int) -> None:
             raise
     # The walks must not only fail cleanly
     assert done > BLOCK
+
+
+def long_steps(num_seeds: int) -> set[str]:
+    """How requests end that meet nothing worse than steps of several times the silence that loses a peer."""
+    return {end for seed in range(num_seeds) for end in Walk(seed, only_steps=True).run()}
+
+
+def test_long_steps_lose_no_peer() -> None:
+    assert long_steps(FAULTY_SEEDS) <= {"done", "cancelled", "failed prefill_full", "failed layout_mismatch"}
+
+
+@pytest.mark.parametrize("side", [DecodeSide, PrefillSide])
+def test_without_seeing_busy_peers_long_steps_lose_them(side: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(side, "see", lambda *_: None)
+    assert long_steps(FAULTY_SEEDS) & {"failed prefill_unreachable", "failed handoff_failed"}
 
 
 def test_a_walk_is_repeatable() -> None:
@@ -85,6 +101,11 @@ def forget_what_is_closed(side: PrefillSide, link: Any, oldest: int) -> list[Act
     return actions
 
 
+def never_ask_again(side: DecodeSide, item: Any, now: float) -> Action:
+    item.next_send = float("inf")
+    return Send(item.request.prefill, Release(0, side.epoch, 0))
+
+
 def accept_any_decode(side: PrefillSide, peer: str, hello: Any, now: float) -> list[Action]:
     return _prefill_meets(side, peer, replace(hello, layout_hash=side._identity.layout_hash), now)
 
@@ -105,6 +126,7 @@ def accept_any_prefill(side: DecodeSide, peer: str, hello: Any, now: float) -> l
         pytest.param(
             "I2", [(PrefillSide, "_close_numbers_below", forget_what_is_closed)], id="late request done again"
         ),
+        pytest.param("I5", [(DecodeSide, "_query", never_ask_again)], id="lost answers not asked for"),
         pytest.param(
             "I6",
             [(PrefillSide, "_meet", accept_any_decode), (DecodeSide, "_meet", accept_any_prefill)],

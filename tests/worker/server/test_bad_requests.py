@@ -217,6 +217,7 @@ async def test_odd_http_gets_an_openai_error(pod: Pod) -> None:
         {"x-kimi-lane": "²"},
         {"x-kimi-prefill": "http://example"},
         {"x-kimi-prefill": "tcp://host:port"},
+        {"x-kimi-prefill": "tcp://!:1"},
     ],
 )
 async def test_wrong_routing_headers_are_named(pod: Pod, headers: dict[str, str]) -> None:

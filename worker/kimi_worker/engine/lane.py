@@ -150,6 +150,18 @@ class LaneEngine:
         else:
             log.warning("handoff_message_of_wrong_role", peer=peer, message=type(message).__name__)
 
+    def see_peers(self, reached: Sequence[str], heard: Sequence[str], now: float) -> None:
+        """Peers that may be silent because they are in a long step: their processes live.
+
+        `reached` answer pings; `heard` are still the processes that sent their peers' last messages.
+        """
+        if self._decode is not None:
+            for peer in reached:
+                self._decode.see(peer, now)
+        if self._prefill is not None:
+            for peer in heard:
+                self._prefill.see(peer, now)
+
     def report(self, report: RankReport, now: float) -> None:
         """A rank of the lane has finished something of the handoff."""
         for side in (self._decode, self._prefill):

@@ -109,6 +109,7 @@ class Leader:
         if links.peers is not None:
             for peer, control in links.peers.receive():
                 lane.receive_from_peer(peer, control, now)
+            lane.see_peers(links.peers.reached(), links.peers.heard(), now)
         if self._port is not None and self._port.is_watching:
             for report in self._port.poll():
                 lane.report(report, now)

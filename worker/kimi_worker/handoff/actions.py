@@ -17,12 +17,15 @@ class Timing:
     resend_s: float = 0.5
     """First repetition of an unanswered message; each further one waits twice as long, up to resend_max_s."""
     resend_max_s: float = 8.0
+    """Also between Queries for a transfer that prefill has accepted."""
     hello_s: float = 2.0
-    """Between Hellos to a peer with open transfers."""
-    silence_s: float = 30.0
-    """A peer with open transfers that says nothing for so long is lost. Longer than any step, compiling included."""
-    write_timeout_s: float = 60.0
-    """From posting a transfer's writes to the last completion."""
+    """Between Hellos to a peer with open transfers; up to twice as long while it does not answer."""
+    silence_s: float = 15.0
+    """A peer with open transfers that says nothing for so long is lost, unless `see` says that it is only busy."""
+    revoke_wait_s: float = 30.0
+    """So long a Revoke waits for healthy transfers to end."""
+    write_timeout_s: float = 120.0
+    """From posting a transfer's writes to the last completion. Longer than any step: ranks take part between steps."""
     forget_s: float = 6 * 3600.0
     """How long a peer without open transfers is remembered."""
 

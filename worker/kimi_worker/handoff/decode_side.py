@@ -22,6 +22,7 @@ from kimi_worker.protocol.handoff import (
     Accepted,
     Hello,
     Prefill,
+    Query,
     RankReport,
     Ready,
     Refused,
@@ -32,7 +33,7 @@ from kimi_worker.protocol.handoff import (
     Watch,
 )
 
-FINAL_REFUSALS = frozenset({"prompt_too_long"})
+FINAL_REFUSALS = frozenset({"prompt_too_long", "engine_error"})
 """Codes of Refused that another prefill lane would answer with as well."""
 
 
@@ -51,8 +52,11 @@ class _Peer:
     epoch: int | None = None
     confirmed_at: float = float("-inf")
     """When it last answered a Hello of the present epochs."""
+    heard_at: float = float("-inf")
+    """When its last message of the present epochs came."""
     unanswered_since: float | None = None
     next_hello: float = float("-inf")
+    hello_interval: float = 0.0
 
 
 @dataclass(slots=True)
@@ -64,6 +68,7 @@ class _Reservation:
     peer_epoch: int | None = None
     """Of the process that Prefill was sent to; None: not sent, so nothing can have been written."""
     accepted: bool = False
+    sent_at: float = 0.0
     next_send: float = 0.0
     interval: float = 0.0
     cut_off_since: float | None = None
@@ -114,6 +119,12 @@ class DecodeSide:
             return []
         return self._finish(self._give_up(self._open[number], now), now)
 
+    def see(self, peer: str, now: float) -> None:
+        """The peer's process lives, however long it says nothing: it is in a long step."""
+        known = self._peers.get(peer)
+        if known is not None and known.unanswered_since is not None:
+            known.unanswered_since = now
+
     def receive(self, peer: str, message: ToDecode, now: float) -> list[Action]:
         if message.peer_epoch != self.epoch:
             return []
@@ -121,7 +132,7 @@ class DecodeSide:
             return self._finish(self._meet(peer, message, now), now)
         known = self._peers.get(peer)
         if known is not None and known.epoch == message.epoch:
-            known.unanswered_since = None
+            known.unanswered_since, known.heard_at = None, now
         item = self._open.get(message.number)
         if item is None or item.request.prefill != peer or item.peer_epoch != message.epoch:
             # A repetition for what is closed here; only Ready waits for an answer.
@@ -164,8 +175,8 @@ class DecodeSide:
                     yield peer.unanswered_since + self._timing.silence_s
             for item in self._open.values():
                 if item.cut_off_since is not None:
-                    yield item.cut_off_since + self._timing.silence_s
-                elif item.peer_epoch is not None and not item.accepted:
+                    yield item.cut_off_since + self._timing.revoke_wait_s
+                elif item.peer_epoch is not None:
                     yield item.next_send
         yield from (item.deadline for item in self._open.values() if item.state is ReservationState.RESERVED)
 
@@ -177,7 +188,8 @@ class DecodeSide:
     def _answered(self, item: _Reservation, message: Accepted | Refused | Ready | Aborted, now: float) -> list[Action]:
         match message:
             case Accepted():
-                item.accepted = item.state is ReservationState.RESERVED
+                if item.state is ReservationState.RESERVED:
+                    item.accepted, item.next_send = True, now + self._timing.resend_max_s
                 return []
             case Refused():
                 retryable = message.code not in FINAL_REFUSALS
@@ -213,7 +225,13 @@ class DecodeSide:
         )
         return Send(request.prefill, message)
 
+    def _query(self, item: _Reservation, now: float) -> Action:
+        assert item.peer_epoch is not None, f"transfer {item.number} was never sent"
+        item.sent_at, item.next_send = now, now + self._timing.resend_max_s
+        return Send(item.request.prefill, Query(item.number, self.epoch, item.peer_epoch))
+
     def _delay_next_send(self, item: _Reservation, now: float) -> None:
+        item.sent_at = now
         item.interval = min(max(item.interval * 2, self._timing.resend_s), self._timing.resend_max_s)
         item.next_send = now + item.interval
 
@@ -273,17 +291,27 @@ class DecodeSide:
         if item.state is ReservationState.RESERVED and now >= item.deadline:
             text = f"{item.request.prefill} sent no Ready within {self._timing.reservation_timeout_s:g} s"
             return [*self._failed(item, "handoff_failed", text, retryable=True), *self._give_up(item, now)]
-        if self._revoked is not None or item.peer_epoch is None or item.accepted or now < item.next_send:
+        if self._revoked is not None or item.peer_epoch is None or now < item.next_send:
             return []
-        return [self._ask(item, now) if item.state is ReservationState.RESERVED else self._send_abort(item, now)]
+        if item.state is ReservationState.QUARANTINED:
+            return [self._send_abort(item, now)]
+        if self._peers[item.request.prefill].heard_at <= item.sent_at:
+            # It has read nothing since: what was sent waits there, and a second long prompt would only lie beside it
+            item.next_send = now + max(item.interval, self._timing.resend_s)
+            return []
+        return [self._query(item, now) if item.accepted else self._ask(item, now)]
 
     # Peers
 
     def _hello(self, peer: _Peer, now: float) -> list[Action]:
         if peer.unanswered_since is None:
             peer.unanswered_since = now
-        unconfirmed = now - peer.confirmed_at >= self._timing.hello_s
-        peer.next_hello = now + (self._timing.resend_s if unconfirmed else self._timing.hello_s)
+        if now - peer.confirmed_at < self._timing.hello_s:
+            peer.hello_interval = self._timing.hello_s
+        else:
+            longest = 2 * self._timing.hello_s
+            peer.hello_interval = min(max(2 * peer.hello_interval, self._timing.resend_s), longest)
+        peer.next_hello = now + peer.hello_interval
         me = self._identity
         mine = [item.number for item in self._open.values() if item.request.prefill == peer.endpoint]
         oldest = min(mine, default=self._last_number + 1)
@@ -304,8 +332,8 @@ class DecodeSide:
             actions += self._lose(
                 peer, "handoff_failed", f"{endpoint} restarted during the handoff", now, sent_only=True
             )
-        peer.epoch, peer.confirmed_at, peer.unanswered_since = hello.epoch, now, None
-        peer.next_hello = now + self._timing.hello_s
+        peer.epoch, peer.confirmed_at, peer.heard_at, peer.unanswered_since = hello.epoch, now, now, None
+        peer.hello_interval, peer.next_hello = 0.0, now + self._timing.hello_s
         return actions
 
     def _lose(self, peer: _Peer, code: str, text: str, now: float, *, sent_only: bool = False) -> list[Action]:
@@ -337,7 +365,7 @@ class DecodeSide:
         """Cut all peers off once that harms no healthy transfer, or when it has waited for long enough."""
         since = [item.cut_off_since for item in self._open.values() if item.cut_off_since is not None]
         sent = [item for item in self._answerable() if item.peer_epoch is not None]
-        if self._revoked is not None or not since or (sent and now < min(since) + self._timing.silence_s):
+        if self._revoked is not None or not since or (sent and now < min(since) + self._timing.revoke_wait_s):
             return []
         self._revoked = {}
         actions: list[Action] = [ToRanks(Revoke())]

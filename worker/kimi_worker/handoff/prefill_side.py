@@ -27,6 +27,7 @@ from kimi_worker.protocol.handoff import (
     Fenced,
     Hello,
     Prefill,
+    Query,
     RankReport,
     Ready,
     Refused,
@@ -41,6 +42,9 @@ from kimi_worker.protocol.handoff import (
 
 FAULTY_WRITE_DELAY_S = 0.2
 """With the fault notify_before_writes_land: from Ready to the writes, as on a fabric whose completion is only local."""
+
+LINEAGE = 2**20
+"""Epochs of one process follow each other from a random first one; those of two processes are further apart."""
 
 
 class TransferState(Enum):
@@ -128,6 +132,13 @@ class PrefillSide:
         if isinstance(message, Hello):
             return self._finish(self._meet(peer, message, now))
         return self._finish(self._told(peer, message, now))
+
+    def see(self, peer: str, now: float) -> None:
+        """The process that sent the peer's last message lives, however long it says nothing: it is in a long step."""
+        epoch = self._current.get(peer)
+        link = self._links.get((peer, epoch)) if epoch is not None else None
+        if link is not None and link.state is LinkState.OPEN and link.open_transfers():
+            link.heard_at = now
 
     def computed(
         self, key: TransferKey, page_ids: list[int], slot: int, first: SampledToken, now: float
@@ -221,7 +232,9 @@ class PrefillSide:
             return []
         actions: list[Action] = []
         current = self._current.get(peer)
-        # A Hello that was overtaken by a newer epoch's turns the link back until decode's next one: harmless, only slow
+        if current is not None and 0 < current - hello.epoch < LINEAGE:
+            # Overtaken by one of a newer epoch of the same process
+            return []
         if current is not None and current != hello.epoch:
             actions += self._close(self._links[peer, current], f"{peer} took a new epoch")
         link = self._links.get((peer, hello.epoch))
@@ -240,7 +253,7 @@ class PrefillSide:
         me = self._identity
         return Send(peer, Hello(me.engine, me.epoch, me.layout_hash, [], peer_epoch))
 
-    def _answer_stranger(self, peer: str, message: Prefill | Abort | Release) -> list[Action]:
+    def _answer_stranger(self, peer: str, message: Prefill | Query | Abort | Release) -> list[Action]:
         """A peer that was forgotten: whether its old writes have ended is not known any more."""
         if isinstance(message, Release):
             return []
@@ -281,7 +294,7 @@ class PrefillSide:
 
     # One transfer
 
-    def _told(self, peer: str, message: Prefill | Abort | Release, now: float) -> list[Action]:
+    def _told(self, peer: str, message: Prefill | Query | Abort | Release, now: float) -> list[Action]:
         if message.peer_epoch != self._identity.epoch:
             return [self._hello(peer, message.epoch)]
         link = self._links.get((peer, message.epoch))
@@ -289,11 +302,14 @@ class PrefillSide:
             return self._answer_stranger(peer, message)
         if link.state is LinkState.OPEN:
             link.heard_at = now
-        if message.number < link.oldest:
-            return []
+        return [] if message.number < link.oldest else self._told_on_link(link, message, now)
+
+    def _told_on_link(self, link: _Link, message: Prefill | Query | Abort | Release, now: float) -> list[Action]:
         match message:
             case Prefill():
                 return self._asked(link, message, now)
+            case Query():
+                return self._asked_where(link, message, now)
             case Abort():
                 return self._abort(link, message, now)
             case Release():
@@ -311,6 +327,13 @@ class PrefillSide:
         transfer = _Transfer(key, message, TransferState.QUEUED, now + message.deadline_s)
         link.transfers[key.number] = transfer
         return [*self._repeat(transfer, now), Enqueue(key, message.token_ids, message.sampling)]
+
+    def _asked_where(self, link: _Link, message: Query, now: float) -> list[Action]:
+        known = link.transfers.get(message.number)
+        if known is not None:
+            return self._repeat(known, now)
+        key = TransferKey(link.peer, link.epoch, message.number)
+        return self._end(self._remember(key, TransferState.QUEUED), "the transfer is not known")
 
     def _remember(self, key: TransferKey, state: TransferState) -> _Transfer:
         transfer = _Transfer(key, None, state, deadline=0.0)

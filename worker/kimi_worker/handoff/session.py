@@ -8,7 +8,7 @@ clock is an argument (monotonic seconds), so the same code runs in a lane leader
     begin(request)      -- Hello -->                         until the peer's epoch and layout are known
                         <-- Hello --        ToRanks(Connect)
     RESERVED            -- Prefill -->      QUEUED           Enqueue
-                        <-- Accepted --
+                        <-- Accepted --                      Query asks again, in case the end was lost
                                             WRITING          computed() -> ToRanks(Write); every rank reports Wrote
                                             (WRITING)        ToRanks(Fence), where completion is only local
                         <-- Ready --        FENCED           repeated until Release
@@ -18,12 +18,17 @@ A reservation that ends before Ready (cancel, time-out, lost peer) becomes QUARA
 memory until prefill answers that no write is in flight (Aborted, Refused, or a late Ready). Where no such answer
 can come - the peer is silent, restarted, or its writes broke off - decode cuts everybody off: ToRanks(Revoke) makes all
 descriptors given out worthless, decode takes a new epoch and introduces itself anew. It does so as soon as no healthy
-transfer is open, or after `silence_s` more at the latest; transfers that a Revoke interrupts fail retryably.
+transfer is open, or after `revoke_wait_s` at the latest; transfers that a Revoke interrupts fail retryably.
+
+A lane reads messages between steps only, and a step may take minutes. So silence alone says nothing: `see(peer, now)`
+tells a side that the peer's process lives (its I/O thread answers pings), and silence counts from there. A process that
+is killed, stopped or cut off is not seen.
 
 The loop of a lane leader (decode lanes own a DecodeSide, prefill lanes a PrefillSide):
 
     actions = side.receive(peer, message, now)     for each control message; peer is the sender's endpoint
     actions = side.report(report, now)             for each RankReport of any rank of the lane
+    side.see(peer, now)                            for each peer whose process answers, before a tick
     actions = side.tick(now)                       at least when now >= side.next_deadline()
     decode:   begin(request, now), cancel(request_id, now)
     prefill:  computed(key, page_ids, slot, first, now), fail(key, code, message, now)

@@ -59,7 +59,7 @@ class Hello(Struct, frozen=True, tag="hello"):
 class Prefill(Struct, frozen=True, tag="prefill"):
     """Decode asks: compute these tokens, write their cache into these pages and this slot, tell me the first token.
 
-    Repeated until Accepted. The reservation stands until Ready, Refused, or Aborted.
+    Repeated until Accepted, while prefill answers Hellos. The reservation stands until Ready, Refused, or Aborted.
     """
 
     number: int
@@ -89,6 +89,14 @@ class Refused(Struct, frozen=True, tag="refused"):
     peer_epoch: int
     code: str
     message: str
+
+
+class Query(Struct, frozen=True, tag="query"):
+    """Decode asks where an accepted transfer is, in case its end was lost. Answered like a repeated Prefill."""
+
+    number: int
+    epoch: int
+    peer_epoch: int
 
 
 class Ready(Struct, frozen=True, tag="ready"):
@@ -136,9 +144,9 @@ class Release(Struct, frozen=True, tag="release"):
     peer_epoch: int
 
 
-ToPrefill: TypeAlias = Hello | Prefill | Abort | Release
+ToPrefill: TypeAlias = Hello | Prefill | Query | Abort | Release
 ToDecode: TypeAlias = Hello | Accepted | Refused | Ready | Aborted
-LaneMessage: TypeAlias = Hello | Prefill | Accepted | Refused | Ready | Abort | Aborted | Release
+LaneMessage: TypeAlias = Hello | Prefill | Query | Accepted | Refused | Ready | Abort | Aborted | Release
 
 
 # From a lane's leader to each rank of the lane (itself too), in order.
