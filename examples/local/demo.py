@@ -64,15 +64,23 @@ def deploy(cluster: Kube) -> None:
 
 
 def conditions(cluster: Kube) -> dict[str, dict[str, Any]]:
-    status = cluster.get("kimideployment", "k3", namespace=NAMESPACE).get("status", {})
-    return {condition["type"]: condition for condition in status.get("conditions", [])}
+    """The deployment's conditions by type: those that answer its present spec."""
+    document = cluster.get("kimideployment", "k3", namespace=NAMESPACE)
+    found = document.get("status", {}).get("conditions", [])
+    return {one["type"]: one for one in found if one["observedGeneration"] == document["metadata"]["generation"]}
 
 
 def wait_ready(cluster: Kube, timeout_s: float = READY_TIMEOUT_S, step: Step | None = None) -> None:
-    """Wait until the deployment is Ready, showing what it says meanwhile. Raises WaitTimeoutError."""
+    """Wait until the deployment is Ready, showing what it says meanwhile.
+
+    Raises WaitTimeoutError, or LocalClusterError as soon as the operator says that only a person can help.
+    """
 
     def is_ready() -> bool:
-        ready = conditions(cluster).get("Ready", {})
+        known = conditions(cluster)
+        ready, stalled = known.get("Ready", {}), known.get("Stalled", {})
+        if stalled.get("status") == "True":
+            raise LocalClusterError(f"KimiDeployment k3 is stalled: {stalled['reason']}: {stalled.get('message', '')}")
         if step is not None:
             step.note(f"{ready.get('reason', 'Unknown')}: {ready.get('message', 'not seen by the operator yet')}"[:150])
         return ready.get("status") == "True"

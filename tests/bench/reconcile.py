@@ -95,7 +95,7 @@ def operator(cluster: Cluster, kubeconfig: Path) -> Iterator[int]:
             yield find_operator(process.pid)
         finally:
             end_process(process)
-    pass #log.unlink()
+    log.unlink()
 
 
 def find_operator(pid: int) -> int:
