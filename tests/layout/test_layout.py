@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = """
-    .gitignore .importlinter .pre-commit-config.yaml CHANGELOG.md DESIGN.md LICENSE Makefile README.md
+    .dockerignore .gitignore .importlinter .pre-commit-config.yaml CHANGELOG.md DESIGN.md LICENSE Makefile README.md
     pyproject.toml uv.lock
 """
 FOLDERS = ".ci .github charts crds examples kernels operator tests worker"
