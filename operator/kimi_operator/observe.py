@@ -121,6 +121,8 @@ class GroupSeen:
     streak: int = 0
     failure: FailureSeen | None = None
     deleting: bool = False
+    creation_failure: str = ""
+    """Why pods that are missing cannot be made."""
     pods: tuple[PodSeen, ...] = ()
 
     @property
@@ -171,14 +173,15 @@ class Observed:
 
 
 def observe(
-    children: Iterable[Document], nodes: Iterable[Document], mount_failures: Mapping[str, str] | None = None
+    children: Iterable[Document], nodes: Iterable[Document], failures: Mapping[str, str] | None = None
 ) -> Observed:
     """Read a deployment's children (everything with its label) and the cluster's nodes.
 
-    `mount_failures`: by uid of the pod, what events say of pods that hang before their containers are made.
+    `failures`: by uid, what events say of pods that hang before their containers are made, and of StatefulSets that
+    miss pods.
     """
     children = list(children)
-    failures = mount_failures or {}
+    failures = failures or {}
     pods = [child for child in children if child["kind"] == "Pod"]
     groups = [
         _group(child, pods, failures) for child in children if child["kind"] == "StatefulSet" and _has_group(child)
@@ -254,7 +257,7 @@ def gpus_in_use(pods: Iterable[Document], resource: str) -> dict[str, int]:
     return used
 
 
-def _group(stateful_set: Document, pods: list[Document], mount_failures: Mapping[str, str]) -> GroupSeen:
+def _group(stateful_set: Document, pods: list[Document], failures: Mapping[str, str]) -> GroupSeen:
     metadata, spec = stateful_set["metadata"], stateful_set["spec"]
     template = spec["template"]["metadata"]["labels"]
     annotations = metadata.get("annotations", {})
@@ -271,8 +274,9 @@ def _group(stateful_set: Document, pods: list[Document], mount_failures: Mapping
         streak=_count(ANNOTATION_STREAK, annotations.get(ANNOTATION_STREAK), 0),
         failure=_failure(annotations.get(ANNOTATION_FAILURE)),
         deleting=bool(metadata.get("deletionTimestamp")),
+        creation_failure=failures.get(uid, ""),
         pods=tuple(
-            replace(read_pod(pod), mount_failure=mount_failures.get(pod["metadata"]["uid"], ""))
+            replace(read_pod(pod), mount_failure=failures.get(pod["metadata"]["uid"], ""))
             for pod in pods
             if _controller(pod) == uid
         ),

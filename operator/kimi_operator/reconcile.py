@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 import structlog
@@ -12,7 +12,7 @@ from kimi_operator.actor import Actor, NameConflict, Outcome
 from kimi_operator.api.base import parse
 from kimi_operator.api.conditions import Reason
 from kimi_operator.api.deployment import Role
-from kimi_operator.api.status import GroupState, KimiDeploymentStatus, MeasuredPools
+from kimi_operator.api.status import KimiDeploymentStatus, MeasuredPools
 from kimi_operator.cluster import Cluster
 from kimi_operator.decide.capacity import Capacity, find_shortage
 from kimi_operator.decide.evidence import Patience, Scene
@@ -31,7 +31,7 @@ from kimi_operator.render import RenderConfig, Rendered
 from kimi_operator.render.names import GroupKey
 from kimi_operator.status import build_status
 from kimi_operator.store import Document, ObjectKey, ResourceKey, Store
-from kimi_operator.witness import Witness, is_hanging
+from kimi_operator.witness import Witness
 
 REFUSED_LOOK_AGAIN_S = 60.0
 SHORT_LOOK_AGAIN_S = 15.0
@@ -63,6 +63,8 @@ class Reconciler:
     pools: PoolReader
     metrics: Metrics
     node_grace_s: float
+    clock: Callable[[], float] = time.time
+    """Seconds since 1970."""
     witness: Witness = field(init=False)
     ghosts: Ghosts = field(init=False)
     actor: Actor = field(init=False)
@@ -95,7 +97,7 @@ class Reconciler:
         return self._look_again_s(key, step, look)
 
     async def _decide(self, key: ResourceKey, document: Document) -> Step:
-        now_s = time.time()
+        now_s = self.clock()
         await self.ghosts.dispel(key, now_s)
         seen = await self._observe(key, now_s)
         desired = self._desire(key, document, seen)
@@ -175,12 +177,9 @@ class Reconciler:
         moments = [one.look_again_s - step.now_s for one in step.decisions.values() if one.look_again_s is not None]
         if look.apply_refusal is not None or look.shortage is not None:
             moments.append(REFUSED_LOOK_AGAIN_S)
-        pods = self.store.of_owner(key)
         later_s = step.now_s + 2 * SHORT_LOOK_AGAIN_S
-        unmeasured = any(
-            one.state is GroupState.READY and one.key not in look.measured for one in step.decisions.values()
-        )
-        if unmeasured or any(is_hanging(pod, later_s) for pod in pods):
+        is_asking = self.pools.has_open_questions(look.seen.groups, step.decisions)
+        if is_asking or self.witness.is_waiting(self.store.of_owner(key), later_s):
             moments.append(SHORT_LOOK_AGAIN_S)
         if (ghosts_s := self.ghosts.next_look_s(key)) is not None:
             moments.append(ghosts_s - step.now_s)

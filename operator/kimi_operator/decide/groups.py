@@ -154,8 +154,8 @@ def _start_anew(wanted: GroupWanted, seen: GroupSeen, reason: Reason, message: s
 def _continue(wanted: GroupWanted, seen: GroupSeen, scene: Scene, policy: GroupPolicy) -> GroupDecision:
     if seen.stale:
         return _clear_away(wanted, seen, scene, policy)
-    if any(pod.unschedulable is not None for pod in seen.current):
-        # A restart helps nobody: the others would wait for the same peer again. They are judged once it has a node.
+    if seen.creation_failure or any(pod.unschedulable is not None for pod in seen.current):
+        # A restart helps nobody: the others would wait for the same peer again. They are judged once it can start.
         return _starting(wanted, seen, scene, policy)
     evidence = find_failure(seen, wanted.replicas, scene, policy.patience)
     if evidence is not None and evidence.cause is not Cause.FAILURE:
@@ -249,7 +249,7 @@ def _ready(wanted: GroupWanted, seen: GroupSeen, scene: Scene, policy: GroupPoli
 
 def _starting(wanted: GroupWanted, seen: GroupSeen, scene: Scene, policy: GroupPolicy) -> GroupDecision:
     # One without a node comes first: what the others wait for is that one.
-    blocked = find_blocked(sorted(seen.current, key=lambda pod: pod.unschedulable is None))
+    blocked = find_blocked(sorted(seen.current, key=lambda pod: pod.unschedulable is None), seen.creation_failure)
     running = len(seen.current) == wanted.replicas and all(pod.started_s is not None for pod in seen.current)
     state = GroupState.STARTING if running else GroupState.PENDING
     ready = sum(pod.ready for pod in seen.current)

@@ -317,6 +317,13 @@ def test_a_group_with_a_pod_that_has_no_node_is_not_judged(waiter: PodSeen, stre
     assert not decision.restarted
 
 
+def test_a_group_whose_pods_cannot_be_made_is_not_judged() -> None:
+    refused = group(pod(0), streak=5, creation_failure='pods "k3-decode-0-1" is forbidden: exceeded quota')
+    decision = decide(refused)
+    assert (decision.state, decision.reason, decision.restarted) == (GroupState.PENDING, Reason.PODS_REFUSED, False)
+    assert "exceeded quota" in decision.message
+
+
 def test_a_pod_that_waited_in_vain_for_a_peer_without_a_node_costs_nothing() -> None:
     gave_up = replace(KILLED, at_s=9_700.0)
     waiter = pod(0, restarts=1, ready=False, ready_changed_s=8_900.0, ended=gave_up, started_s=9_705.0)
