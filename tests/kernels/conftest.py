@@ -1,10 +1,16 @@
 """Shared by the kernel tests: one thread, seeded operands, one table of tolerances."""
 
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
+
+if str(Path(__file__).parent) not in sys.path:
+    # peak_memory
+    sys.path.insert(0, str(Path(__file__).parent))
 
 TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-11, torch.bfloat16: 2e-2}
 """Largest difference allowed between two orders of the same sums, by the dtype they are done in."""

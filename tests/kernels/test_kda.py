@@ -78,8 +78,8 @@ def test_step_advances_each_request_alone_and_leaves_its_state_argument(draw: Dr
     assert torch.equal(states, before)
     for r in range(5):
         one, state = kda.recurrent(*(x[r : r + 1] for x in (q, k, v, g, beta)), states[r], SCALE)
-        close(o[r], one[0])
-        close(new_states[r], state)
+        assert torch.equal(o[r], one[0])
+        assert torch.equal(new_states[r], state)
 
 
 def test_a_dead_token_changes_nothing(draw: Draw) -> None:
@@ -122,23 +122,48 @@ def test_convolution_is_four_taps_and_silu(dtype: torch.dtype, draw: Draw, close
 
 
 @pytest.mark.parametrize("cut", [1, 2, 3, 8])
-def test_convolution_carries_its_state_over_a_cut(cut: int, draw: Draw, close: Close) -> None:
-    x, weight, state = draw(9, 6), draw(6, 1, 4), draw(3, 6)
+def test_convolution_carries_its_state_over_a_cut(cut: int, draw: Draw) -> None:
+    # 7 channels: no cut falls together with the ends of the CPU's vectors.
+    x, weight, state = draw(9, 7), draw(7, 1, 4), draw(3, 7)
     whole, last = kda.conv_chunk(x, weight, state)
     first, middle = kda.conv_chunk(x[:cut], weight, state)
     second, end = kda.conv_chunk(x[cut:], weight, middle)
-    # Torch's vector and scalar exp differ in the last bit, so the length of a call shows there.
-    close(torch.cat([first, second]), whole)
+    # Bit for bit: the sums have one order, and the SiLU treats the last elements of a tensor like the others.
+    assert torch.equal(torch.cat([first, second]), whole)
     assert torch.equal(end, last)
 
 
-def test_conv_step_is_conv_chunk_of_one_token_a_request(draw: Draw, close: Close) -> None:
-    x, weight, states = draw(5, 6), draw(6, 1, 4), draw(5, 3, 6)
+def test_conv_step_is_conv_chunk_of_one_token_a_request(draw: Draw) -> None:
+    x, weight, states = draw(5, 7), draw(7, 1, 4), draw(5, 3, 7)
     y, new_states = kda.conv_step(x, weight, states)
     for r in range(5):
         one, state = kda.conv_chunk(x[r : r + 1], weight, states[r])
-        close(y[r], one[0])
+        assert torch.equal(y[r], one[0])
         assert torch.equal(new_states[r], state)
+
+
+def test_convolution_of_extreme_inputs_is_finite_and_so_is_its_gradient() -> None:
+    x = torch.tensor([-1e30, -200.0, -89.0, 0.0, 89.0, 1e30]).unsqueeze(0).requires_grad_()
+    weight = torch.zeros(6, 1, 4)
+    weight[:, 0, 3] = 1.0
+    y, _ = kda.conv_chunk(x, weight, torch.zeros(3, 6))
+    y.sum().backward()
+    expected = torch.nn.functional.silu(x.detach().double())
+    torch.testing.assert_close(y.detach()[0, 1:].double(), expected[0, 1:], rtol=2e-5, atol=1e-30)
+    assert y.isfinite().all()
+    assert x.grad is not None
+    assert x.grad.isfinite().all()
+
+
+def test_step_slots_advances_the_named_slots_alone(draw: Draw) -> None:
+    q, k, v, g, beta, _ = operands(draw, tokens=3)
+    memory = draw(7, 2, HEADS, K, V)
+    states, before, slots = memory[:, 1], memory.clone(), torch.tensor([5, 0, 2])
+    o = kda.step_slots(q, k, v, g, beta, states, slots, SCALE)
+    expected, advanced = kda.step(q, k, v, g, beta, before[slots, 1], SCALE)
+    assert torch.equal(o, expected)
+    before[slots, 1] = advanced
+    assert torch.equal(memory, before)
 
 
 def test_gate_drops_the_padding_of_a_log_and_stays_in_bounds(draw: Draw) -> None:

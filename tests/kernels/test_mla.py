@@ -79,7 +79,7 @@ def test_paged_prefill_equals_the_definition(num_new: int, make_sequence: Callab
 def test_paged_decode_serves_requests_of_many_lengths(make_sequence: Callable, weights: tuple[Tensor, Tensor],
                                                       close: Close) -> None:  # fmt: skip
     w_uk, w_uv = weights
-    lengths = [1, PAGE, PAGE + 1, 27]
+    lengths = [27, PAGE + 1, PAGE, 1]
     sequences = [make_sequence(n) for n in lengths]
     cache = torch.full((20, PAGE, L + ROPE), float("nan"), dtype=torch.float64)
     table = torch.randperm(19, generator=torch.Generator().manual_seed(3))[:16].view(4, 4).to(torch.int32)
@@ -88,7 +88,8 @@ def test_paged_decode_serves_requests_of_many_lengths(make_sequence: Callable, w
     q = mla.absorb_query(
         torch.stack([s.q_nope[-1] for s in sequences]), torch.stack([s.q_rope[-1] for s in sequences]), w_uk
     )
-    o = mla.paged_decode(q, cache, table, torch.tensor(lengths, dtype=torch.int32), SCALE, latent_rank=L)
+    pages = mla.PageTable(table, torch.tensor(lengths, dtype=torch.int32), tuple(lengths))
+    o = mla.paged_decode(q, cache, pages, SCALE, latent_rank=L)
     close(mla.expand_output(o, w_uv), torch.stack([s.expected[-1] for s in sequences]))
 
 
@@ -101,5 +102,15 @@ def test_a_strided_view_of_one_layer_of_all_pages_will_do(draw: Draw, close: Clo
 
 def test_no_request_gives_no_row(draw: Draw) -> None:
     nothing = torch.zeros(0, 3, dtype=torch.int32)
-    o = mla.paged_decode(draw(0, HEADS, L + ROPE), draw(2, PAGE, L + ROPE), nothing, nothing[:, 0], 1.0, latent_rank=L)
+    table = mla.PageTable(nothing, nothing[:, 0], ())
+    o = mla.paged_decode(draw(0, HEADS, L + ROPE), draw(2, PAGE, L + ROPE), table, 1.0, latent_rank=L)
     assert o.shape == (0, HEADS, L)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [((3, 4), "sort the requests by length"), ((3, 0), "expected numbers >= 1"), ((3,), "1 on the host")],
+)
+def test_a_table_that_no_operator_could_read_is_refused(lengths: tuple[int, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        mla.PageTable(torch.zeros(2, 1, dtype=torch.int64), torch.tensor([3, 4]), lengths)

@@ -4,6 +4,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kimi_kernels.mla.table import PageTable
+
 
 def split_kv_b(weight: Tensor, num_heads: int, nope_dim: int) -> tuple[Tensor, Tensor]:
     """View `kv_b_proj.weight` as its key and value halves.
@@ -43,16 +45,7 @@ def _attend(q: Tensor, rows: Tensor, hidden: Tensor, scale: float, latent_rank: 
 def paged(  # noqa: PLR0913 - one cache is described by three of them
     q_latent: Tensor, cache: Tensor, page_ids: Tensor, num_cached: int, scale: float, *, latent_rank: int
 ) -> Tensor:
-    """Attend the last T tokens of one sequence over its pages, causal among themselves.
-
-    q_latent     [T, H, L + rope]  from absorb_query
-    cache        [P, S, L + rope]  pages of one layer; the rows of the T tokens are already written
-    page_ids     [n]               int, pages of the sequence in order; those past num_cached are ignored
-    num_cached   rows of the sequence in the cache, the T new ones included: num_cached >= T
-    scale        (nope + rope) ** -0.5
-    latent_rank  L
-    returns      [T, H, L]         q's dtype, accumulated in fp32; feed expand_output
-    """
+    """The obvious form of blocks.paged: all scores [T, H, num_cached] at once."""
     num_new = q_latent.shape[0]
     num_pages = -(-num_cached // cache.shape[1])
     rows = cache[page_ids[:num_pages].long()].flatten(0, 1)[:num_cached]
@@ -61,21 +54,10 @@ def paged(  # noqa: PLR0913 - one cache is described by three of them
     return _attend(q_latent, rows, hidden, scale, latent_rank)
 
 
-def paged_decode(  # noqa: PLR0913 - one cache is described by three of them
-    q_latent: Tensor, cache: Tensor, page_table: Tensor, lengths: Tensor, scale: float, *, latent_rank: int
-) -> Tensor:
-    """Attend one new token a request over its pages.
-
-    q_latent    [R, H, L + rope]
-    cache       [P, S, L + rope]  the rows of the new tokens are already written
-    page_table  [R, max_pages]    int, entries past a request's length are ignored but must be valid page ids
-    lengths     [R]               int, rows of the request in the cache, the new one included, >= 1
-    returns     [R, H, L]         q's dtype, accumulated in fp32
-    """
-    longest = int(lengths.max()) if lengths.numel() else 0
-    num_pages = -(-longest // cache.shape[1])
-    rows = cache[page_table[:, :num_pages].long()].flatten(1, 2)
-    unseen = torch.arange(rows.shape[1], device=cache.device)[None, :] >= lengths[:, None]
+def paged_decode(q_latent: Tensor, cache: Tensor, table: PageTable, scale: float, *, latent_rank: int) -> Tensor:
+    """The obvious form of blocks.paged_decode: every request padded to the longest."""
+    rows = cache[table.page_ids[:, : -(-table.longest // cache.shape[1])].long()].flatten(1, 2)
+    unseen = torch.arange(rows.shape[1], device=cache.device)[None, :] >= table.lengths[:, None]
     # A row past the length may hold anything, NaN included, and 0 * NaN is NaN.
     rows = rows.masked_fill(unseen[..., None], 0.0)
     return _attend(q_latent, rows, unseen[:, None, :], scale, latent_rank)

@@ -1,5 +1,6 @@
 """MXFP4 in plain torch. Decoding is exact: every value is a bf16 number."""
 
+import functools
 import itertools
 
 import torch
@@ -61,10 +62,23 @@ def dequantise(packed: Tensor, scale: Tensor, dtype: torch.dtype = torch.bfloat1
     Raises ValueError when the shapes do not belong together.
     """
     check_shapes(packed, scale)
-    table = torch.tensor(_MAGNITUDES + tuple(-m for m in _MAGNITUDES), dtype=torch.float32, device=packed.device)
-    values = table[unpack(packed).long()].unflatten(-1, (-1, GROUP_SIZE))
-    exponent = (scale.to(torch.int32) - _SCALE_BIAS).unsqueeze(-1)
-    return torch.ldexp(values, exponent).flatten(-2).to(dtype)
+    pairs, factors = _tables(dtype, packed.device)
+    # Indices of 4 bytes, one for two columns, are the only scratch.
+    values = pairs.index_select(0, packed.flatten().int()).view(*scale.shape, GROUP_SIZE)
+    values *= factors.index_select(0, scale.flatten().int()).view(*scale.shape, 1)
+    return values.flatten(-2)
+
+
+@functools.cache
+def _tables(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Both columns of every byte of codes [256, 2] and the factor of every byte of scales [256]; made once a device."""
+    # A tensor of inference mode could not be used in training later.
+    with torch.inference_mode(mode=False):
+        codes = torch.tensor(_MAGNITUDES + tuple(-m for m in _MAGNITUDES))
+        byte = torch.arange(256)
+        pairs = torch.stack([codes[byte & 0xF], codes[byte >> 4]], dim=-1)
+        factors = torch.ldexp(torch.ones(256), byte - _SCALE_BIAS)
+        return pairs.to(device, dtype), factors.to(device, dtype)
 
 
 def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:

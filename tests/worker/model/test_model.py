@@ -11,10 +11,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from kimi_kernels.backend import Backend
 from kimi_worker.engine.runner import Runner
 from kimi_worker.model import moe
 from kimi_worker.model.checkpoint import check_checkpoint
-from kimi_worker.model.weights import ExpertStorage, WeightSource
+from kimi_worker.model.forms import AttentionForm, ExpertStorage, Forms
+from kimi_worker.model.weights import WeightSource
 from kimi_worker.parallel.ranks import RankPlace
 from kimi_worker.protocol.step import SequenceStep, StepPlan
 from torch import Tensor
@@ -218,7 +220,8 @@ def test_packed_experts_equal_decoded_ones(checkpoint: Path) -> None:
     checked, rows = check_checkpoint(checkpoint), torch.randn(9, 32, generator=torch.Generator().manual_seed(0))
     results, sizes = [], []
     for storage in ExpertStorage:
-        source = WeightSource(checked, torch.float32, torch.device("cpu"), storage)
+        forms = Forms(AttentionForm.FUSED, storage, Backend.TORCH)
+        source = WeightSource(checked, torch.float32, torch.device("cpu"), forms)
         experts = moe.Experts(source, prefix, checked.config, place)
         indices = torch.arange(18).view(9, 2) % 8
         results.append(experts(rows, indices, torch.full((9, 2), 0.5)))

@@ -10,33 +10,36 @@ from torch import Tensor
 from torch.nn import functional
 
 from kimi_worker.model.batch import Batch, Piece
+from kimi_worker.model.forms import AttentionForm, Forms
 
 
 class LatentAttention:
-    """Scale and width of one layer's attention."""
+    """Scale, width and form of one layer's attention."""
 
-    def __init__(self, scale: float, latent_rank: int) -> None:
+    def __init__(self, scale: float, latent_rank: int, forms: Forms) -> None:
         self._scale, self._rank = scale, latent_rank
+        self._is_fused, self._backend = forms.attention is AttentionForm.FUSED, forms.backend
 
     def decodes(self, query: Tensor, pages: Tensor, batch: Batch) -> Tensor:
         """One token a request: query [R, H, L + rope], pages [P, S, L + rope] of one layer, to [R, H, L]."""
-        if query.device.type != "cpu":
-            return mla.paged_decode(
-                query, pages, batch.decode_pages, batch.decode_lengths, self._scale, latent_rank=self._rank
-            )
-        table = batch.decode_pages
-        rows = pages.index_select(0, table.flatten()).view(table.shape[0], 1, -1, pages.shape[-1])
+        table = batch.decode_table
+        if not self._is_fused:
+            return mla.paged_decode(query, pages, table, self._scale, latent_rank=self._rank, backend=self._backend)
+        ids = table.page_ids
+        rows = pages.index_select(0, ids.flatten()).view(ids.shape[0], 1, -1, pages.shape[-1])
+        seen = torch.arange(rows.shape[2], device=rows.device) < table.lengths.unsqueeze(-1)
         # A row past the length may hold anything, NaN included, and 0 * NaN is NaN.
-        rows = rows.masked_fill(batch.decode_unseen[:, None, :, None], 0.0)
-        return self._fused(query.unsqueeze(1), rows, ~batch.decode_unseen[:, None, None, :]).squeeze(1)
+        rows = rows.masked_fill(~seen[:, None, :, None], 0.0)
+        return self._fused(query.unsqueeze(1), rows, seen[:, None, None, :]).squeeze(1)
 
     def piece(self, query: Tensor, pages: Tensor, piece: Piece) -> Tensor:
         """Several tokens of one sequence, causal among themselves: [T, H, L + rope] to [T, H, L]."""
-        if query.device.type != "cpu":
+        if not self._is_fused:
             return mla.paged(query, pages, piece.page_ids, piece.num_cached, self._scale, latent_rank=self._rank)
         num_new, num_heads = query.shape[:2]
         rows = pages.index_select(0, piece.page_ids).view(-1, pages.shape[-1])[: piece.num_cached]
-        seen = torch.ones(num_new, piece.num_cached, dtype=torch.bool).tril(piece.num_cached - num_new)
+        seen = torch.ones(num_new, piece.num_cached, dtype=torch.bool, device=rows.device)
+        seen = seen.tril(piece.num_cached - num_new)
         heads_first = query.transpose(0, 1).unsqueeze(0)
         return self._fused(heads_first, rows.expand(1, num_heads, -1, -1), seen).squeeze(0).transpose(0, 1)
 

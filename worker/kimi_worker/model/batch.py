@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import torch
+from kimi_kernels.mla import PageTable
 from torch import Tensor
 
 from kimi_worker.protocol.step import SequenceStep, StepPlan
@@ -25,25 +26,22 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Everything the model needs to know about one lane's step; T tokens, the first R of them decodes.
+    """Everything the model needs to know about one lane's step; T tokens, the first R of them decodes, longest first.
 
-    token_ids       [T]             int64
-    row_pages       [T]             int64, page that takes the token's latent row
-    row_offsets     [T]             int64, row within that page
-    decode_slots    [R]             int64
-    decode_pages    [R, max_pages]  int64, padded with a page of the same request
-    decode_lengths  [R]             int64, rows in the pages once this step's row is written
-    decode_unseen   [R, max_pages * page_size]  bool, rows of `decode_pages` past the length
-    sampled         [n]             int64, tokens whose logits are wanted, in the plan's order
+    token_ids       [T]  int64
+    row_pages       [T]  int64, page that takes the token's latent row
+    row_offsets     [T]  int64, row within that page
+    decode_slots    [R]  int64
+    decode_table    pages of the R decodes, int64, padded with a page of the same request; the lengths are the rows
+                    once this step's row is written
+    sampled         [n]  int64, tokens whose logits are wanted, in the plan's order
     """
 
     token_ids: Tensor
     row_pages: Tensor
     row_offsets: Tensor
     decode_slots: Tensor
-    decode_pages: Tensor
-    decode_lengths: Tensor
-    decode_unseen: Tensor
+    decode_table: PageTable
     pieces: list[Piece]
     sampled: Tensor
 
@@ -58,7 +56,7 @@ class Batch:
 
 def build_batch(plan: StepPlan, page_size: int, device: torch.device) -> Batch:
     """Lay out a plan. A piece of one token is a decode, also when it is the end of a prompt: the maths is the same."""
-    order = sorted(range(len(plan.sequences)), key=lambda i: len(plan.sequences[i].token_ids) > 1)
+    order = sorted(range(len(plan.sequences)), key=lambda i: _place_in_batch(plan.sequences[i]))
     token_ids: list[int] = []
     row_pages: list[int] = []
     row_offsets: list[int] = []
@@ -82,23 +80,27 @@ def build_batch(plan: StepPlan, page_size: int, device: torch.device) -> Batch:
             pages = torch.tensor(sequence.page_ids[: -(-length // page_size)], dtype=torch.int64, device=device)
             pieces.append(Piece(start, len(token_ids), sequence.slot, pages, length))
     # The plan may name pages beyond this step; only those with rows are read.
-    most_pages = max((-(-(sequence.num_cached + 1) // page_size) for sequence in decodes), default=0)
+    most_pages = -(-(decodes[0].num_cached + 1) // page_size) if decodes else 0
 
     def integers(values: object) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=device)
 
-    lengths = integers([sequence.num_cached + 1 for sequence in decodes])
+    lengths = tuple(sequence.num_cached + 1 for sequence in decodes)
+    page_ids = integers([_padded(sequence.page_ids, most_pages) for sequence in decodes])
     return Batch(
         token_ids=integers(token_ids),
         row_pages=integers(row_pages),
         row_offsets=integers(row_offsets),
         decode_slots=integers([sequence.slot for sequence in decodes]),
-        decode_pages=integers([_padded(sequence.page_ids, most_pages) for sequence in decodes]),
-        decode_lengths=lengths,
-        decode_unseen=torch.arange(most_pages * page_size, device=device) >= lengths.unsqueeze(-1),
+        decode_table=PageTable(page_ids.view(len(decodes), most_pages), integers(lengths), lengths),
         pieces=pieces,
         sampled=integers([last_token[i] for i, sequence in enumerate(plan.sequences) if sequence.sample]),
     )
+
+
+def _place_in_batch(sequence: SequenceStep) -> tuple[bool, int]:
+    """Sorts decodes before pieces and longer sequences before shorter ones."""
+    return len(sequence.token_ids) > 1, -sequence.num_cached
 
 
 def _padded(page_ids: list[int], length: int) -> list[int]:

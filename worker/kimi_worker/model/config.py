@@ -205,7 +205,7 @@ def read_config(checkpoint: Path) -> KimiConfig:
         raise ConfigError(
             f"{path}: {field}: {first['msg']}{got}; only released Kimi-K3 checkpoints (model_type kimi_k3) are served"
         ) from error
-    eos = _eos_ids(top, checkpoint)
+    eos = read_end_ids(checkpoint)
     if not eos:
         raise ConfigError(f"{path}: eos_token_id: missing; without it no answer would end")
     return _convert(top, eos)
@@ -225,24 +225,52 @@ def _read_object(path: Path) -> dict[str, object]:
     return content
 
 
-def _eos_ids(top: _Top, checkpoint: Path) -> tuple[int, ...]:
-    """Ids that end an answer: the config's (end of message) and the tokenizer's (end of document) differ in K3."""
+@dataclass(frozen=True, slots=True)
+class SpecialToken:
+    """An entry of `added_tokens_decoder`."""
+
+    text: str
+    is_hidden: bool
+    """Whether the text of an answer leaves it out."""
+
+
+def read_special_tokens(checkpoint: Path) -> dict[int, SpecialToken]:
+    """The special tokens that tokenizer_config.json names, by id. Raises ConfigError."""
+    path = checkpoint / TOKENIZER_CONFIG_FILE
+    added = _read_object(path).get("added_tokens_decoder", {})
+    if not isinstance(added, dict):
+        raise ConfigError(f"{path}: added_tokens_decoder: want an object, got {type(added).__name__}")
+    tokens = {}
+    for key, entry in added.items():
+        text = entry.get("content") if isinstance(entry, dict) else None
+        if not (key.isascii() and key.isdigit() and isinstance(text, str)):
+            want = '{"<id>": {"content": "<text>"}}'
+            raise ConfigError(f"{path}: added_tokens_decoder: want {want}, got {key[:40]!r}: {entry!r:.80}")
+        tokens[int(key)] = SpecialToken(text, bool(entry.get("special", True)))
+    return tokens
+
+
+def read_end_ids(checkpoint: Path) -> tuple[int, ...]:
+    """Ids that end an answer: the config's (end of message) and the tokenizer's (end of document) differ in K3.
+
+    A checkpoint without tokenizer_config.json has only the first. Raises ConfigError.
+    """
+    path = checkpoint / CONFIG_FILE
+    content = _read_object(path)
+    text_config = content.get("text_config")
     found: list[int] = []
-    for value in (top.eos_token_id, top.text_config.eos_token_id):
-        found += value if isinstance(value, list) else [] if value is None else [value]
+    for part in (content, text_config if isinstance(text_config, dict) else {}):
+        value = part.get("eos_token_id")
+        for token_id in value if isinstance(value, list) else [] if value is None else [value]:
+            if type(token_id) is not int:
+                raise ConfigError(f"{path}: eos_token_id: want an integer or a list of them, got {value!r:.80}")
+            found.append(token_id)
     path = checkpoint / TOKENIZER_CONFIG_FILE
     if path.exists():
-        found += _tokenizer_eos(_read_object(path))
+        eos = _read_object(path).get("eos_token")
+        text = eos.get("content") if isinstance(eos, dict) else eos
+        found += [token_id for token_id, token in read_special_tokens(checkpoint).items() if token.text == text]
     return tuple(sorted(set(found)))
-
-
-def _tokenizer_eos(content: dict[str, object]) -> list[int]:
-    token = content.get("eos_token")
-    text = token.get("content") if isinstance(token, dict) else token
-    added = content.get("added_tokens_decoder")
-    if not isinstance(added, dict):
-        return []
-    return [int(key) for key, entry in added.items() if isinstance(entry, dict) and entry.get("content") == text]
 
 
 def _convert(top: _Top, eos: tuple[int, ...]) -> KimiConfig:

@@ -21,6 +21,7 @@ class KdaAttention:
         """`prefix` ends in `self_attn.`; `cache_layer` is the layer's index among the KDA layers."""
         heads = place.share(config.kda_num_heads, "linear_attn_config.num_heads")
         self._heads, self._dim, self._layer = len(heads), config.kda_head_dim, cache_layer
+        self._backend = source.forms.backend
         self._eps, self._lower_bound = config.rms_norm_eps, config.gate_lower_bound
         rows = range(heads.start * self._dim, heads.stop * self._dim)
         # One product for everything that reads the layer's input: q, k, v, output gate, decay (low rank) and beta.
@@ -62,11 +63,9 @@ class KdaAttention:
         num, slots = batch.num_decodes, batch.decode_slots
         conv, state = caches.conv_layers[self._layer], caches.state_layers[self._layer]
         y, new_conv = kda.conv_step(qkv[:num], self._conv, conv.index_select(0, slots))
-        q, k, v = self._heads_of(y)
-        o, new_state = kda.step(q, k, v, decay[:num], beta[:num], state.index_select(0, slots), self._dim**-0.5)
         conv.index_copy_(0, slots, new_conv)
-        state.index_copy_(0, slots, new_state)
-        return o
+        q, k, v = self._heads_of(y)
+        return kda.step_slots(q, k, v, decay[:num], beta[:num], state, slots, self._dim**-0.5, backend=self._backend)
 
     def _advance(self, qkv: Tensor, decay: Tensor, beta: Tensor, slot: int, caches: Caches) -> Tensor:
         """Several tokens of one sequence: [T, H, V] fp32."""

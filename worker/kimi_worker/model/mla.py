@@ -25,7 +25,8 @@ class MlaAttention:
         self._heads, self._layer = len(heads), cache_layer
         self._query_split = [config.nope_dim, config.rope_dim]
         self._row_split = [config.kv_lora_rank, config.rope_dim]
-        self._attention = LatentAttention((config.nope_dim + config.rope_dim) ** -0.5, config.kv_lora_rank)
+        scale = (config.nope_dim + config.rope_dim) ** -0.5
+        self._attention = LatentAttention(scale, config.kv_lora_rank, source.forms)
 
         def rows(width: int) -> range:
             return range(heads.start * width, heads.stop * width)

@@ -63,7 +63,9 @@ class Experts:
         """Every choice [n, top_k] has its own copy of its expert, also those of other ranks, which weigh nothing."""
         num, top_k = expert.shape
         copies = rows.unsqueeze(1).expand(-1, top_k, -1).reshape(num * top_k, 1, -1)
-        y = self._run(copies, expert.flatten()).view(num, top_k, -1)
+        w_in, w_out = (weight.take(expert.flatten(), rows.dtype) for weight in (self._w_in, self._w_out))
+        gate, up = torch.bmm(copies, w_in.transpose(1, 2)).chunk(2, dim=-1)
+        y = torch.bmm(situ(gate, up, *self._betas), w_out.transpose(1, 2)).view(num, top_k, -1)
         return torch.bmm(weights.unsqueeze(1), y.float()).squeeze(1)
 
     def _run_by_expert(self, rows: Tensor, local: Tensor, is_here: Tensor, weights: Tensor) -> Tensor:
@@ -77,15 +79,12 @@ class Experts:
         for e, count in enumerate(torch.bincount(expert, minlength=self._w_in.num_experts).tolist()):
             if count:
                 part = slice(start, start + count)
-                y = self._run(rows[token[part]].unsqueeze(0), torch.tensor([e], device=rows.device)).squeeze(0)
+                w_in, w_out = self._w_in.get(e, rows.dtype), self._w_out.get(e, rows.dtype)
+                gate, up = functional.linear(rows[token[part]], w_in).chunk(2, dim=-1)
+                y = functional.linear(situ(gate, up, *self._betas), w_out)
                 out.index_add_(0, token[part], y.float() * weight[part])
                 start += count
         return out
-
-    def _run(self, rows: Tensor, expert: Tensor) -> Tensor:
-        """rows [m, t, latent], row block i through expert[i]: [m, t, latent]."""
-        gate, up = torch.bmm(rows, self._w_in.take(expert, rows.dtype).transpose(1, 2)).chunk(2, dim=-1)
-        return torch.bmm(situ(gate, up, *self._betas), self._w_out.take(expert, rows.dtype).transpose(1, 2))
 
 
 class LatentMoe:

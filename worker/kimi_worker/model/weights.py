@@ -2,29 +2,17 @@
 
 import hashlib
 from collections.abc import Sequence
-from enum import Enum
 from typing import Protocol
 
 import torch
 from kimi_kernels import mxfp4
+from kimi_kernels.backend import Backend
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kimi_worker.model.checkpoint import Checkpoint, CheckpointError
+from kimi_worker.model.forms import ExpertStorage, Forms
 from kimi_worker.model.inventory import MODEL
-
-
-class ExpertStorage(Enum):
-    """How routed experts stay in memory."""
-
-    PACKED = "packed"
-    """MXFP4 as in the files, decoded at each use: 4.25 bits a weight are what lets the model fit on its GPUs."""
-    DECODED = "decoded"
-    """In the compute dtype, decoded once: a CPU takes longer to decode a weight than to multiply with it."""
-
-    @classmethod
-    def suited_to(cls, device: torch.device) -> "ExpertStorage":
-        return cls.DECODED if device.type == "cpu" else cls.PACKED
 
 
 class ExpertMatrices(Protocol):
@@ -34,8 +22,12 @@ class ExpertMatrices(Protocol):
     expert_bytes: int
     """Size of one decoded matrix, in bytes."""
 
+    def get(self, expert: int, dtype: torch.dtype) -> Tensor:
+        """The matrix [out, in] of one expert."""
+        ...
+
     def take(self, expert: Tensor, dtype: torch.dtype) -> Tensor:
-        """Matrices of the experts [m] int64 as [m, out, in]."""
+        """Copies of the matrices of the experts [m] int64 as [m, out, in]."""
         ...
 
 
@@ -45,35 +37,39 @@ class DecodedExperts:
         self._weight = weight
         self.num_experts, self.expert_bytes = weight.shape[0], weight[0].nbytes
 
+    def get(self, expert: int, dtype: torch.dtype) -> Tensor:  # noqa: ARG002 - stored in the compute dtype
+        return self._weight[expert]
+
     def take(self, expert: Tensor, dtype: torch.dtype) -> Tensor:  # noqa: ARG002 - stored in the compute dtype
-        # A view where one will do: copying is what costs.
-        return self._weight.index_select(0, expert) if expert.shape[0] > 1 else self._weight.narrow(0, int(expert), 1)
+        return self._weight.index_select(0, expert)
 
 
 class PackedExperts:
-    def __init__(self, packed: Tensor, scale: Tensor) -> None:
+    def __init__(self, packed: Tensor, scale: Tensor, backend: Backend) -> None:
         """packed [E, out, in/2] and scale [E, out, in/32], uint8."""
-        self._packed, self._scale = packed, scale
+        self._packed, self._scale, self._backend = packed, scale, backend
         self.num_experts = packed.shape[0]
         # two columns a byte, two bytes each once decoded to bf16
         self.expert_bytes = packed[0].nbytes * 4
 
+    def get(self, expert: int, dtype: torch.dtype) -> Tensor:
+        return mxfp4.dequantise(self._packed[expert], self._scale[expert], dtype, backend=self._backend)
+
     def take(self, expert: Tensor, dtype: torch.dtype) -> Tensor:
-        return mxfp4.dequantise(self._packed[expert], self._scale[expert], dtype)
+        packed, scale = (part.index_select(0, expert) for part in (self._packed, self._scale))
+        return mxfp4.dequantise(packed, scale, dtype, backend=self._backend)
 
 
 class WeightSource:
     """Gives the blocks their weights. `read` and `linear` return CPU tensors; what `keep` returns lives on the device.
 
+    forms         of the model that reads from here
     loaded_bytes  of everything that was kept
     """
 
-    def __init__(
-        self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, storage: ExpertStorage
-    ) -> None:
-        self.checkpoint, self.dtype, self.device = checkpoint, dtype, device
+    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, forms: Forms) -> None:
+        self.checkpoint, self.dtype, self.device, self.forms = checkpoint, dtype, device, forms
         self.loaded_bytes = 0
-        self._storage = storage
         # Opening a file parses its header, of thousands of tensors in the release: once is enough.
         self._open: dict[str, safe_open] = {}
 
@@ -112,12 +108,12 @@ class WeightSource:
     def experts(self, bases: Sequence[Sequence[str]]) -> ExpertMatrices:
         """One matrix an expert; each expert's layers are stacked on the output axis (w1 above w3)."""
         is_packed = all(f"{base}.weight_packed" in self.checkpoint.tensors for layers in bases for base in layers)
-        if self._storage is ExpertStorage.PACKED and is_packed:
+        if self.forms.experts is ExpertStorage.PACKED and is_packed:
             packed, scale = (
                 self._stack([[self.read(f"{base}.{part}") for base in layers] for layers in bases], torch.uint8)
                 for part in ("weight_packed", "weight_scale")
             )
-            return PackedExperts(packed, scale)
+            return PackedExperts(packed, scale, self.forms.backend)
         return DecodedExperts(self._stack([[self.linear(base) for base in layers] for layers in bases], self.dtype))
 
     def fingerprint(self) -> str:
