@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from kimi_worker.engine.runner import Runner
+from kimi_worker.model.forms import Forms
 from kimi_worker.parallel.groups import Groups
 from kimi_worker.parallel.ranks import RankPlace
 from kimi_worker.settings import WorkerSettings
@@ -54,7 +55,7 @@ def checkpoint(factory: ModuleType, tmp_path_factory: pytest.TempPathFactory) ->
 def make_runner() -> MakeRunner:
     """Runner of one rank over a checkpoint folder; keywords change the settings' sections."""
 
-    def make(folder: Path, **sections: dict[str, Any]) -> Runner:
+    def make(folder: Path, forms: Forms | None = None, **sections: dict[str, Any]) -> Runner:
         limits = {"max_num_seqs": 8, "num_pages": 64, "page_size_tokens": 16, "num_state_slots": 10}
         settings = WorkerSettings.model_validate(
             {
@@ -65,7 +66,7 @@ def make_runner() -> MakeRunner:
                 **sections,
             }
         )
-        runner = Runner(settings, Groups(RankPlace(0, 1, 1, 1), torch.device("cpu")))
+        runner = Runner(settings, Groups(RankPlace(0, 1, 1, 1), torch.device("cpu")), forms)
         runner.load()
         return runner
 

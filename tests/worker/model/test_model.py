@@ -1,8 +1,13 @@
 """The model on one rank: against the float64 reference, over any chunking, in any company."""
 
+import json
+import os
 import random
 import statistics
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -62,15 +67,65 @@ def largest_difference(a: Tensor, b: Tensor) -> float:
     return float((a - b).abs().max())
 
 
+CPU_FORMS = Forms(AttentionForm.FUSED, ExpertStorage.DECODED, Backend.TORCH)
+GPU_FORMS_IN_TORCH = Forms(AttentionForm.BLOCKED, ExpertStorage.PACKED, Backend.TORCH)
+
+
+def test_forms_suit_the_device() -> None:
+    assert Forms.suited_to(torch.device("cpu")) == CPU_FORMS
+    on_gpu = Forms(AttentionForm.BLOCKED, ExpertStorage.PACKED, Backend.TRITON)
+    assert Forms.suited_to(torch.device("cuda", 3)) == on_gpu
+
+
+@pytest.mark.parametrize("forms", [CPU_FORMS, GPU_FORMS_IN_TORCH], ids=["cpu", "gpu"])
 @pytest.mark.parametrize("seed", [11, 12])
 def test_equals_the_float64_reference(
-    seed: int, factory: ModuleType, reference: ModuleType, make_runner: MakeRunner, tmp_path: Path
+    seed: int, forms: Forms, *, factory: ModuleType, reference: ModuleType, make_runner: MakeRunner, tmp_path: Path
 ) -> None:
+    """A whole chunk, one that goes on from it, and decodes, in the forms of either device."""
     factory.write_checkpoint(tmp_path, seed=seed)
     ids = tokens(70, seed)
     want = reference.K3Reference(tmp_path).logits(ids).log_softmax(-1)
-    for seen, got in run_in_pieces(make_runner(tmp_path), ids, [33, 20, *[1] * 17]).items():
+    for seen, got in run_in_pieces(make_runner(tmp_path, forms), ids, [33, 20, *[1] * 17]).items():
         assert largest_difference(got, want[seen - 1]) < LOGPROB_BOUND
+
+
+def test_the_triton_kernels_equal_the_float64_reference(
+    checkpoint: Path, reference: ModuleType, tmp_path: Path
+) -> None:
+    """What a GPU runs, launched by the model itself, in Triton's interpreter, which needs a process of its own."""
+    ids = tokens(40, 9)
+    job = {
+        "checkpoint": str(checkpoint),
+        "ids": ids,
+        "sizes": [20, 13, *[1] * 7],
+        "logits": str(tmp_path / "logits.pt"),
+    }
+    done = subprocess.run(
+        [sys.executable, Path(__file__).parent / "interpreted_model.py", json.dumps(job)],
+        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=280, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = torch.load(tmp_path / "logits.pt")
+    assert sorted(found) == [20, 33, *range(34, 41)]
+    want = reference.K3Reference(checkpoint).logits(ids).log_softmax(-1)
+    for seen, logits in found.items():
+        assert largest_difference(logits.double().log_softmax(-1), want[seen - 1]) < LOGPROB_BOUND
+
+
+@pytest.mark.parametrize("forms", [CPU_FORMS, GPU_FORMS_IN_TORCH], ids=["cpu", "gpu"])
+def test_decodes_of_many_lengths_share_a_batch(forms: Forms, checkpoint: Path, make_runner: MakeRunner) -> None:
+    """Logits come in the plan's order, whatever order the batch puts the requests in."""
+    runner, alone = make_runner(checkpoint, forms), make_runner(checkpoint)
+    lengths = [5, 40, 1, 17, 33]
+    sequences = [tokens(length + 1, seed) for seed, length in enumerate(lengths)]
+    for place, (ids, length) in enumerate(zip(sequences, lengths, strict=True)):
+        run(runner, piece(ids, 0, length, place))
+    got = run(runner, *(piece(ids, len(ids) - 1, len(ids), place) for place, ids in enumerate(sequences)))
+    for place, ids in enumerate(sequences):
+        want = run_in_pieces(alone, ids, [len(ids)], place)[len(ids)]
+        assert largest_difference(got[place], want) < LOGPROB_BOUND
 
 
 def test_other_sizes_equal_the_reference(
@@ -211,7 +266,9 @@ def test_few_and_many_rows_take_different_paths_to_the_same(
     ids = tokens(60, 4)
     gathered = run_in_pieces(make_runner(checkpoint), ids, [60])[60]
     monkeypatch.setattr(moe, "_GATHER_BYTES", 0)
-    assert largest_difference(run_in_pieces(make_runner(checkpoint), ids, [60])[60], gathered) < LOGPROB_BOUND
+    for forms in (CPU_FORMS, GPU_FORMS_IN_TORCH):
+        found = run_in_pieces(make_runner(checkpoint, forms), ids, [59, 1])[60]
+        assert largest_difference(found, gathered) < LOGPROB_BOUND
 
 
 def test_packed_experts_equal_decoded_ones(checkpoint: Path) -> None:
@@ -220,7 +277,7 @@ def test_packed_experts_equal_decoded_ones(checkpoint: Path) -> None:
     checked, rows = check_checkpoint(checkpoint), torch.randn(9, 32, generator=torch.Generator().manual_seed(0))
     results, sizes = [], []
     for storage in ExpertStorage:
-        forms = Forms(AttentionForm.FUSED, storage, Backend.TORCH)
+        forms = replace(CPU_FORMS, experts=storage)
         source = WeightSource(checked, torch.float32, torch.device("cpu"), forms)
         experts = moe.Experts(source, prefix, checked.config, place)
         indices = torch.arange(18).view(9, 2) % 8

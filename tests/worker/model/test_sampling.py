@@ -52,8 +52,22 @@ def test_temperature_sharpens() -> None:
         assert abs(found[token] - 4000 * share) < 5 * math.sqrt(4000 * share * (1 - share)) + 1
 
 
-def test_a_tiny_temperature_is_greedy() -> None:
-    assert set(counts(Sampling(max_tokens=1, temperature=1e-6), num=50)) == {1}
+@pytest.mark.parametrize("temperature", [1e-6, 1e-40, 1e-308, 5e-324])
+def test_a_tiny_temperature_is_greedy(temperature: float) -> None:
+    assert set(counts(Sampling(max_tokens=1, temperature=temperature), num=50)) == {1}
+    logits = random_logits(6) * 1e6
+    assert (
+        chosen(logits, [Draw(Sampling(max_tokens=1, temperature=temperature), 0, 0)] * 6) == logits.argmax(-1).tolist()
+    )
+
+
+def test_the_largest_is_drawn_the_more_the_lower_the_temperature() -> None:
+    """With one random number a position, a choice that was the largest stays so at every lower temperature."""
+    temperatures = [4.0, 1.0, 0.5, 0.1, 1e-3, 1e-30, 1e-300, 5e-324]
+    shares = [counts(Sampling(max_tokens=1, temperature=t), num=400)[1] for t in temperatures]
+    assert shares == sorted(shares)
+    assert shares[0] < 200
+    assert shares[-1] == 400
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,9 @@ def _draw_rows(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
     top_p = column([draw.sampling.top_p for draw in draws])
     at = column([uniform(draw.seed, draw.position) for draw in draws])
     # fp64, because a cumulative sum over 160k fp32 numbers loses the tail. A stable sort keeps ties in id order.
-    scaled = torch.nan_to_num(logits.double(), nan=-math.inf) / temperature
+    wide = torch.nan_to_num(logits.double(), nan=-math.inf)
+    # The maximum goes first: divided by a tiny temperature it would be infinite, and then nothing is a share.
+    scaled = (wide - wide.amax(-1, keepdim=True)) / temperature
     shares, order = torch.softmax(scaled, dim=-1).sort(dim=-1, descending=True, stable=True)
     total = shares.cumsum(-1)
     # Keep tokens until top_p is reached, the one that reaches it included; always at least one.
