@@ -321,6 +321,16 @@ def test_the_fabric_is_verified_when_all_pairs_are(
     assert conditions(starting)["FabricVerified"][:2] == ("Unknown", "GroupsStarting")
 
 
+def test_pods_that_may_not_be_made_stall_the_deployment_until_somebody_acts() -> None:
+    words = "create Pod k3-decode-0-0 in StatefulSet k3-decode-0 failed error: exceeded quota: gpus"
+    a_look = look(decode=group(DECODE, pods=(), creation_failure=words))
+    found = conditions(a_look)
+    for kind, status in (("Ready", "False"), ("DecodeReady", "False"), ("Stalled", "True"), ("Progressing", "False")):
+        assert found[kind] == (status, "PodsRefused", f"decode group 0: {words}"), kind
+    assert found["CapacityAvailable"][0] == "Unknown"
+    assert build_status(a_look)["decode"]["blocked"] == words
+
+
 def test_a_router_that_is_not_there_is_named_last() -> None:
     router = RouterSeen(desired=2, ready=1, updated=2, settled=True)
     found = conditions(look(seen=Observed(look().seen.groups, router, NODES)))
