@@ -123,7 +123,9 @@ class ReplayEngine:
             is_last = index == len(groups) - 1 and script.failure is None
             tokens = [sampled(token, submit.sampling.logprobs) for token in group]
             reason = script.finish_reason if is_last else None
-            await self._send(client, Output(request_id, tokens, reason, 4096 * is_last, 0.25 * is_last))
+            await self._send(
+                client, Output(request_id, tokens, reason, handoff_bytes=4096, handoff_s=0.25, reserved_s=0.5)
+            )
             if index == 0 and script.gate:
                 await script.gate.wait()
             await asyncio.sleep(script.pause_s)

@@ -186,6 +186,22 @@ async def test_metrics_count_and_return_to_zero(pod: Pod, http: httpx.AsyncClien
     assert {name: seen[name] for name in EXPECTED} == EXPECTED
 
 
+async def test_a_handoff_counts_however_its_request_ends(pod: Pod, http: httpx.AsyncClient) -> None:
+    """By a stop string, by a client that goes, by a failure: the bytes were moved."""
+    pod.play(Script([104, 105], finish_reason="length", gate=asyncio.Event()))
+    await http.post("/v1/completions", json={**ASK, "stop": "h"})
+    async with http.stream("POST", "/v1/completions", json={**ASK, "stream": True}) as reply:
+        await anext(reply.aiter_bytes())
+    await pod.engine.until(lambda engine: len(engine.cancels) == 2)
+    pod.play(Script(HI, failure=("engine_error", False)))
+    await http.post("/v1/completions", json=ASK)
+    async with asyncio.timeout(60):
+        while (seen := samples((await http.get("/metrics")).text))["kimi_requests_in_flight"] > 0:
+            pass
+    assert seen["kimi_handoff_bytes_total"] == 3 * 4096
+    assert seen["kimi_handoff_seconds_count"] == 3
+
+
 EXPECTED = {
     "kimi_requests_in_flight": 0,
     "vllm:prompt_tokens_total": 1,
@@ -198,6 +214,7 @@ EXPECTED = {
     "vllm:kv_cache_usage_perc": 0,
     "kimi_handoff_bytes_total": 4096,
     "kimi_handoff_seconds_sum": 0.25,
+    "kimi_handoff_reserved_seconds_sum": 0.5,
     "kimi_request_failures_total": 1,
     "kimi_lane_pages_total": 64,
     "kimi_lane_pages_used": 0,

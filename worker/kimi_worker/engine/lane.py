@@ -72,6 +72,8 @@ class Caller:
     first_token: float | None = None
     handoff_bytes: int = 0
     handoff_s: float = 0.0
+    reserved_at: float = 0.0
+    reserved_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,8 +272,9 @@ class LaneEngine:
             progress.request.request_id,
             [token],
             progress.finish_reason,
-            handoff_bytes=caller.handoff_bytes if done else 0,
-            handoff_s=caller.handoff_s if done else 0.0,
+            handoff_bytes=caller.handoff_bytes,
+            handoff_s=caller.handoff_s,
+            reserved_s=caller.reserved_s,
         )
         self.effects.append(ToClient(caller.client, output))
         if done:
@@ -309,6 +312,7 @@ class LaneEngine:
         caller = self._callers[request.request_id]
         assert caller.prefill is not None
         self._reserved[request.request_id] = request
+        caller.reserved_at = now
         handoff = HandoffRequest(
             request_id=request.request_id,
             prefill=caller.prefill,
@@ -323,6 +327,7 @@ class LaneEngine:
         request = self._reserved.pop(action.request_id)
         caller = self._callers[action.request_id]
         caller.handoff_bytes, caller.handoff_s = action.num_bytes, action.seconds
+        caller.reserved_s = now - caller.reserved_at
         self._answer(self.scheduler.activate(request, action.first.token_id), action.first, now)
 
     def _handoff_failed(self, action: Fail, now: float) -> None:

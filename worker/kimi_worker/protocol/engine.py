@@ -73,7 +73,7 @@ class Admitted(Struct, frozen=True, tag="admitted"):
 
 
 class Output(Struct, frozen=True, tag="output"):
-    """New tokens of a request. The last one has a `finish_reason` (stop, length) and the handoff's figures.
+    """New tokens of a request. Each has the handoff's figures, the last one a `finish_reason` (stop, length).
 
     An end-of-sequence or stop token is the last of `tokens`; whoever makes text leaves it out.
     """
@@ -83,6 +83,9 @@ class Output(Struct, frozen=True, tag="output"):
     finish_reason: str | None = None
     handoff_bytes: int = 0
     handoff_s: float = 0.0
+    """From prefill's first write to its last completion or fence, in seconds."""
+    reserved_s: float = 0.0
+    """From the reservation of memory to activation, in seconds."""
 
 
 class Failed(Struct, frozen=True, tag="failed"):

@@ -47,6 +47,7 @@ class Timing:
     num_tokens: int = 0
     handoff_bytes: int = 0
     handoff_s: float = 0.0
+    reserved_s: float = 0.0
 
     def note(self, outputs: list[Output], metrics: Metrics) -> None:
         """Take in what has just arrived."""
@@ -59,6 +60,7 @@ class Timing:
         self.last_s = now_s
         self.handoff_bytes = max(self.handoff_bytes, outputs[-1].handoff_bytes)
         self.handoff_s = max(self.handoff_s, outputs[-1].handoff_s)
+        self.reserved_s = max(self.reserved_s, outputs[-1].reserved_s)
 
     @property
     def ttft_s(self) -> float:
@@ -181,6 +183,7 @@ class Generation(HangUpResponse):
         if timing.handoff_bytes:
             metrics.handoff_bytes.inc(timing.handoff_bytes)
             metrics.handoff_s.observe(timing.handoff_s)
+            metrics.reserved_s.observe(timing.reserved_s)
         log.info(
             "request_finished",
             request_id=self._work.request_id,

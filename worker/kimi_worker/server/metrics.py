@@ -39,7 +39,14 @@ class Metrics:
         self.prompt_length = self._histogram("vllm:request_prompt_tokens", "Prompt tokens of a request", _TOKENS)
         self.output_length = self._histogram("vllm:request_generation_tokens", "Output tokens of a request", _TOKENS)
         self.handoff_bytes = self._counter("kimi_handoff_bytes", "Bytes that prefill wrote into this pod")
-        self.handoff_s = self._histogram("kimi_handoff_seconds", "From reservation to activation", _LATENCY_S)
+        self.handoff_s = self._histogram(
+            "kimi_handoff_seconds", "From prefill's first write to its last completion or fence", _LATENCY_S
+        )
+        self.reserved_s = self._histogram(
+            "kimi_handoff_reserved_seconds",
+            "From reservation to activation: prefill's queue, prompt, writes",
+            _DURATION_S,
+        )
         self.in_flight = Gauge("kimi_requests_in_flight", "Requests being answered", registry=self.registry)
         self.registry.register(_LaneCollector(model, lanes))
 
