@@ -1,9 +1,10 @@
-"""Shares the replayed pods of tests/contract."""
+"""Shares the replayed pods of tests/contract, and the small checkpoints of the model's tests."""
 
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "worker/model"))
 
 from replay_fixtures import checkpoint, front, pod, start_pod, tokenizer
 

@@ -27,13 +27,24 @@ hypothesis.settings.load_profile("no-deadline")
 
 WORDS = ["hello", " world", " stop", " the", " answer", " is", "message", "response", "think", " role", "user"]
 SPECIAL = ["[BOS]", "[EOS]", "<|end_of_msg|>", "<|open|>", "<|close|>", "<|sep|>"]
+SPECIAL += ["<|media_begin|>", "<|media_content|>", "<|media_end|>", "<|media_pad|>"]
 NUM_RANKS = 256 + len(WORDS)
 VOCAB_SIZE = NUM_RANKS + 16
 MODEL = "tiny"
 
 
+ENCODER = """
+EFFORTS = ("low", "high", "max")
+
+def effort_message(thinking_effort):
+    return f"Set `thinking_effort`: `low`, `high`, `max`. Now it is `thinking_effort={thinking_effort}`."
+"""
+"""What is needed of a checkpoint's chat encoder, in words of its own."""
+
+
 def write_tokenizer(folder: Path) -> None:
-    """The tokenizer's files of a small checkpoint: every byte, a few words, the named special tokens."""
+    """The tokenizer's files of a small checkpoint: every byte, a few words, the named special tokens, its encoder."""
+    (folder / "encoding_k3.py").write_text(ENCODER)
     pieces = [bytes([byte]) for byte in range(256)] + [word.encode() for word in WORDS]
     lines = [f"{base64.b64encode(piece).decode()} {rank}\n" for rank, piece in enumerate(pieces)]
     (folder / "tiktoken.model").write_text("".join(lines))

@@ -89,7 +89,9 @@ async def test_logprobs_and_token_ids(pod: Pod, client: AsyncOpenAI, tokenizer: 
 
 
 async def test_stop_string_ends_the_request_in_the_lane(pod: Pod, client: AsyncOpenAI, tokenizer: Tokenizer) -> None:
-    pod.play(Script(tokenizer.encode("hello world, the answer is 5"), finish_reason="length", pause_s=0.001))
+    ids = tokenizer.encode("hello world, the answer is 5")
+    # the last token never comes: what ends the request is the stop string
+    pod.play(Script(ids, tokens_per_output=len(ids) - 1, gate=asyncio.Event()))
     reply = await client.chat.completions.create(**ASK, stop=[" the answer", "nothing"])
     assert reply.choices[0].message.content == "hello world,"
     assert reply.choices[0].finish_reason == "stop"

@@ -1,7 +1,6 @@
 """`kimi-worker serve` with a random small model: the official client against real processes."""
 
 import asyncio
-import importlib.util
 import json
 import os
 import signal
@@ -13,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import checkpoint_factory
 import httpx
 import openai
 import pytest
@@ -30,18 +30,12 @@ IDS = {"extra_body": {"return_token_ids": True}}
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Random weights with the vocabulary of the replayed pods."""
-    path = Path(__file__).parents[1] / "worker/model/checkpoint_factory.py"
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    factory = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(factory)
     folder = tmp_path_factory.mktemp("model")
-    config = factory.config_json()
+    config = checkpoint_factory.config_json()
     config["text_config"]["vocab_size"] = VOCAB_SIZE
     config |= {"bos_token_id": NUM_RANKS, "eos_token_id": NUM_RANKS + SPECIAL.index("<|end_of_msg|>")}
     config |= {"pad_token_id": VOCAB_SIZE - 1, "media_placeholder_token_id": VOCAB_SIZE - 2}
-    factory.write_checkpoint(folder, config=config)
+    checkpoint_factory.write_checkpoint(folder, config=config)
     write_tokenizer(folder)
     (folder / "config.json").write_text(json.dumps(config))
     return folder

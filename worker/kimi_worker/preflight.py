@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from kimi_worker.model.checkpoint import Checkpoint, CheckpointError, check_checkpoint
 from kimi_worker.model.config import ConfigError
 from kimi_worker.parallel.ranks import ParallelError, place
+from kimi_worker.server.text import Tokenizer, TokenizerError
 from kimi_worker.settings import PodIdentity, SettingsError, WorkerSettings
 
 MAX_RUN_DIR_CHARS = 80
 """A Unix socket's path has at most 107 characters."""
-PREFLIGHT_ERRORS = (CheckpointError, ConfigError, ParallelError, SettingsError)
+PREFLIGHT_ERRORS = (CheckpointError, ConfigError, ParallelError, SettingsError, TokenizerError)
 """What `check_pod` raises; each message says what to do."""
 
 
@@ -32,6 +33,7 @@ def check_pod(settings: WorkerSettings, identity: PodIdentity) -> Findings:
             f"{MAX_RUN_DIR_CHARS} leave room for the names of sockets"
         )
     checkpoint = check_checkpoint(settings.model.checkpoint)
+    Tokenizer.load(settings.model.checkpoint)
     _check_sizes(settings, checkpoint)
     where = place(settings.parallel, identity.ordinal, 0)
     where.share(checkpoint.config.num_heads, "num_attention_heads")

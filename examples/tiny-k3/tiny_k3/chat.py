@@ -57,6 +57,8 @@ def write_tokenizer(folder: Path, max_length: int) -> None:
         "eos_token": "[EOS]",
         "pad_token": "[PAD]",
         "unk_token": "[UNK]",
+        # Trained without a thinking channel: a chat that does not say gets none.
+        "chat_template_kwargs": {"thinking": False},
         "clean_up_tokenization_spaces": False,
         "model_max_length": max_length,
         "tokenizer_class": "TikTokenTokenizer",

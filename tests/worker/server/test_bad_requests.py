@@ -43,6 +43,7 @@ CHAT_ERRORS: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": 10**30}, "max_tokens"),
     ({"max_tokens": 512}, "max_tokens"),
     ({"max_completion_tokens": 512}, "max_completion_tokens"),
+    ({"max_completion_tokens": 5, "max_tokens": 6}, "max_completion_tokens"),
     ({"temperature": -0.1}, "temperature"),
     ({"temperature": 2.1}, "temperature"),
     ({"temperature": "hot"}, "temperature"),
@@ -51,6 +52,9 @@ CHAT_ERRORS: list[tuple[dict[str, Any], str]] = [
     ({"seed": 2**63}, "seed"),
     ({"stop": 5}, "stop"),
     ({"stop": [""]}, "stop.0"),
+    ({"stop": ""}, "stop"),
+    ({"stop": "a" * 257}, "stop"),
+    ({"stop": ["a" * 257]}, "stop.0"),
     ({"stop": ["a"] * 17}, "stop"),
     ({"stop_token_ids": [-1]}, "stop_token_ids.0"),
     ({"stream": "yes"}, "stream"),
@@ -61,7 +65,11 @@ CHAT_ERRORS: list[tuple[dict[str, Any], str]] = [
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"chat_template_kwargs": {"thinking": "no"}}, "chat_template_kwargs.thinking"),
     ({"chat_template_kwargs": {"color": 1}}, "chat_template_kwargs.color"),
-    ({"reasoning_effort": "high"}, "reasoning_effort"),
+    ({"reasoning_effort": "medium"}, "reasoning_effort"),
+    ({"reasoning_effort": "extreme"}, "reasoning_effort"),
+    ({"reasoning_effort": 5}, "reasoning_effort"),
+    ({"reasoning_effort": "none", "chat_template_kwargs": {"thinking": True}}, "reasoning_effort"),
+    ({"reasoning_effort": "high", "chat_template_kwargs": {"thinking": False}}, "reasoning_effort"),
     ({"n": 2}, "n"),
     ({"n": True}, "n"),
     ({"tools": [{"type": "function"}]}, "tools"),
@@ -108,6 +116,39 @@ def test_a_wrong_prompt_is_named(intake: Intake, prompt: object, param: str) -> 
     assert str(caught.value.param).startswith("prompt")
     if param == "prompt":
         assert caught.value.message.startswith("prompt")
+
+
+def test_the_place_of_an_image_is_no_prompt(intake: Intake) -> None:
+    """Its token would be read as text, and the answer would be about nothing."""
+    for name in ("<|media_begin|>", "<|media_content|>", "<|media_end|>", "<|media_pad|>"):
+        token = intake.tokenizer.special[name]
+        with pytest.raises(ApiError) as caught:
+            intake.completion_work(json.dumps({"prompt": [104, token]}).encode())
+        assert caught.value.param == "prompt"
+        assert f"token id {token} at 1 is {name}" in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("fields", "thinking"),
+    [
+        ({}, False),
+        ({"reasoning_effort": "none"}, False),
+        ({"reasoning_effort": "low"}, True),
+        ({"chat_template_kwargs": {"thinking": True}}, True),
+        ({"reasoning_effort": "high", "chat_template_kwargs": {"thinking": True}}, True),
+    ],
+)
+def test_how_much_to_think(intake: Intake, fields: dict[str, Any], thinking: bool) -> None:
+    """Where nothing is said the checkpoint decides, and the effort is the release's highest."""
+    work = intake.chat_work(json.dumps(chat_body(**fields)).encode())
+    assert work.thinking is thinking
+    effort = fields.get("reasoning_effort", "max")
+    assert (f"`thinking_effort={effort}`" in intake.tokenizer.decode(work.token_ids)) is thinking
+
+
+def test_equal_limits_are_one(intake: Intake) -> None:
+    work = intake.chat_work(json.dumps(chat_body(max_tokens=5, max_completion_tokens=5)).encode())
+    assert work.sampling.max_tokens == 5
 
 
 HARMLESS: dict[str, Any] = {

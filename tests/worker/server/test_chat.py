@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kimi_worker.protocol.openai import ApiError, Message
 from kimi_worker.server.chat import ChannelParser, ChatFormat
+from kimi_worker.server.effort import read_effort_message
 from kimi_worker.server.text import Tokenizer, TokenizerError
 from replay_fixtures import write_tokenizer
 
@@ -17,9 +18,12 @@ def chat(checkpoint: Path, tokenizer: Tokenizer) -> ChatFormat:
     return ChatFormat.load(checkpoint, tokenizer)
 
 
-def rendered(chat: ChatFormat, messages: list[dict[str, object]], *, thinking: bool = False) -> str:
+def rendered(
+    chat: ChatFormat, messages: list[dict[str, object]], *, thinking: bool = False, effort: str | None = None
+) -> str:
     """The prompt with its control tokens spelt out."""
-    ids = chat.encode([Message.model_validate(message) for message in messages], thinking=thinking)
+    read = [Message.model_validate(message) for message in messages]
+    ids = chat.encode(read, thinking=thinking, effort=effort)
     return b"".join(chat.tokenizer.token_bytes(token) for token in ids).decode()
 
 
@@ -44,7 +48,52 @@ def test_a_conversation(chat: ChatFormat) -> None:
     )
     think = "<|open|>think<|sep|>world<|close|>think<|sep|>"
     assert rendered(chat, messages) == body.format(think="", channel="response")
-    assert rendered(chat, messages, thinking=True) == body.format(think=think, channel="think")
+    for effort, said in ((None, "max"), ("low", "low")):
+        begin = (
+            '<|open|>message role="system" type="thinking-effort"<|sep|>Set `thinking_effort`: `low`, `high`, `max`. '
+            f"Now it is `thinking_effort={said}`.<|close|>message<|sep|><|end_of_msg|>"
+        )
+        prompt = rendered(chat, messages, thinking=True, effort=effort)
+        assert prompt == begin + body.format(think=think, channel="think")
+
+
+ENCODERS = {
+    "f-string": 'def f(e):\n    return f"""Efforts `low` and `max`.\nNow `thinking_effort={e}`.\n"""',
+    "format": 'T = "Efforts `low` and `max`.\\nNow `thinking_effort={e}`."\ndef f(e):\n    return T.format(e=e)',
+    "percent": 'def f(e):\n    return "Efforts `low` and `max`.\\nNow `thinking_effort=%s`." % e',
+    "sum": 'A = "Efforts `low` and `max`.\\n"\ndef f(e):\n    return A + "Now `thinking_effort=" + str(e) + "`."',
+    "join": 'def f(e):\n    return "\\n".join(["Efforts `low` and `max`.", f"Now `thinking_effort={e}`."]).strip()',
+}
+
+
+@pytest.mark.parametrize("code", ENCODERS.values(), ids=ENCODERS)
+def test_the_effort_message_is_read_however_the_encoder_spells_it(tmp_path: Path, code: str) -> None:
+    noise = 'import nothing_there\nraise ValueError(f"Unsupported thinking_effort={1}")\n'
+    (tmp_path / "encoding_k3.py").write_text(noise + code)
+    message = read_effort_message(tmp_path)
+    assert message.body("max") == "Efforts `low` and `max`.\nNow `thinking_effort=max`."
+    assert message.efforts == ("low", "max")
+
+
+@pytest.mark.parametrize(
+    "code", [None, "def f(:", "\0", "x = 5", 'f"one `thinking_effort={a}`"\nf"two `thinking_effort={a}`"']
+)
+def test_nobody_thinks_without_the_releases_message(tmp_path: Path, code: str | None) -> None:
+    """The request is refused: without the message the model would be asked in a way that it was not trained on."""
+    write_tokenizer(tmp_path)
+    encoder = tmp_path / "encoding_k3.py"
+    encoder.unlink() if code is None else encoder.write_text(code)
+    chat = ChatFormat.load(tmp_path, Tokenizer.load(tmp_path))
+    assert rendered(chat, [{"role": "user", "content": "a"}])
+    with pytest.raises(ApiError, match=r"encoding_k3\.py") as caught:
+        rendered(chat, [{"role": "user", "content": "a"}], thinking=True)
+    assert (caught.value.param, caught.value.code) == ("chat_template_kwargs.thinking", "thinking_unavailable")
+
+
+def test_an_effort_that_the_model_does_not_know_is_named(chat: ChatFormat) -> None:
+    with pytest.raises(ApiError, match="low, high, max") as caught:
+        rendered(chat, [{"role": "user", "content": "a"}], thinking=True, effort="medium")
+    assert caught.value.param == "reasoning_effort"
 
 
 @given(

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kimi_worker.model.config import SpecialToken
 from kimi_worker.server.text import Detokenizer, StopStrings, Tokenizer, TokenizerError
 from replay_fixtures import NUM_RANKS, SPECIAL, VOCAB_SIZE, WORDS, write_tokenizer
 
@@ -51,8 +52,8 @@ def test_text_is_cut_as_k3_cuts_it(text: str, pieces: list[str]) -> None:
     ranks = {bytes([byte]): byte for byte in range(256)}
     for piece in pieces:
         ranks.setdefault(piece.encode(), len(ranks))
-    special = {name: len(ranks) + at for at, name in enumerate(SPECIAL)}
-    tokenizer = Tokenizer(ranks, special, set(), set(), len(ranks) + len(special))
+    special = {len(ranks) + at: SpecialToken(name, is_hidden=False) for at, name in enumerate(SPECIAL)}
+    tokenizer = Tokenizer(ranks, special, [], len(ranks) + len(special))
     assert [tokenizer.token_text(token) for token in tokenizer.encode(text)] == pieces
 
 

@@ -112,7 +112,8 @@ class Message(BaseModel):
     name: str | None = None
 
 
-Stop = Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=16)]
+StopString = Annotated[str, Field(min_length=1, max_length=256)]
+Stops = Annotated[list[StopString], Field(max_length=16)]
 TokenId = Annotated[int, Field(ge=0, lt=_INT64)]
 
 
@@ -126,7 +127,7 @@ class GenerationRequest(BaseModel):
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
     seed: Annotated[int, Field(ge=-_INT64, lt=_INT64)] | None = None
-    stop: str | Stop | None = None
+    stop: StopString | Stops | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=256)] | None = None
     ignore_eos: bool | None = None
     stream: bool | None = None
@@ -160,16 +161,21 @@ class ChatRequest(GenerationRequest):
     def _fields_agree(self) -> Self:
         if self.top_logprobs and not self.logprobs:
             raise ApiError.bad("top_logprobs", "allowed only with logprobs: true")
-        if self.reasoning_effort not in (None, "none"):
-            raise ApiError.bad("reasoning_effort", "only 'none' is supported", code="unsupported_parameter")
-        if self.reasoning_effort and self.chat_template_kwargs.thinking:
-            raise ApiError.bad("reasoning_effort", "'none' contradicts chat_template_kwargs.thinking: true")
+        effort, wanted = self.reasoning_effort, self.chat_template_kwargs.thinking
+        if effort is not None and wanted is not None and wanted == (effort == "none"):
+            contradiction = f"{effort[:20]!r} contradicts chat_template_kwargs.thinking: {str(wanted).lower()}"
+            raise ApiError.bad("reasoning_effort", contradiction)
+        if self.max_tokens and self.max_completion_tokens and self.max_tokens != self.max_completion_tokens:
+            both = f"{self.max_completion_tokens} contradicts max_tokens: {self.max_tokens}; send one of them"
+            raise ApiError.bad("max_completion_tokens", both)
         return self
 
     @property
     def thinking(self) -> bool | None:
         """Whether the assistant shall think; None: as the checkpoint says."""
-        return False if self.reasoning_effort == "none" else self.chat_template_kwargs.thinking
+        if self.reasoning_effort is not None:
+            return self.reasoning_effort != "none"
+        return self.chat_template_kwargs.thinking
 
     @property
     def num_logprobs(self) -> int | None:
@@ -229,7 +235,7 @@ def read_request(body: bytes, kind: type[RequestT]) -> RequestT:
 
 def _is_branch(part: int | str) -> bool:
     """Pydantic names the branches of a union after their types; clients know only fields."""
-    return isinstance(part, str) and (part in {"str", "int"} or "[" in part)
+    return isinstance(part, str) and (part in {"str", "int", "constrained-str"} or "[" in part)
 
 
 def _shown(value: object) -> str:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn, TypeAlias
 
 from kimi_worker.protocol.openai import ApiError, Message
+from kimi_worker.server.effort import DEFAULT_EFFORT, EffortMessage, EncoderError, read_effort_message
 from kimi_worker.server.text import Detokenizer, Tokenizer, TokenizerError, read_json
 
 Segment: TypeAlias = int | str
@@ -21,6 +22,8 @@ class ChatFormat:
     tokenizer: Tokenizer
     thinking: bool
     """Whether the assistant thinks where a request does not say."""
+    effort: EffortMessage | str
+    """What begins a conversation with thinking; text: why it is not known, so that nobody can be asked to think."""
 
     @classmethod
     def load(cls, checkpoint: Path, tokenizer: Tokenizer) -> "ChatFormat":
@@ -28,16 +31,24 @@ class ChatFormat:
 
         Raises TokenizerError.
         """
+        effort: EffortMessage | str
+        try:
+            effort = read_effort_message(checkpoint)
+        except EncoderError as error:
+            effort = str(error)
         path = checkpoint / "tokenizer_config.json"
         defaults = read_json(path).get("chat_template_kwargs", {})
         thinking = defaults.get("thinking", True) if isinstance(defaults, dict) else None
         if not isinstance(thinking, bool):
             raise TokenizerError(f'{path}: chat_template_kwargs: want {{"thinking": true|false}}, got {defaults!r}')
-        return cls(tokenizer, thinking)
+        return cls(tokenizer, thinking, effort)
 
-    def encode(self, messages: Sequence[Message], *, thinking: bool) -> list[int]:
-        """The prompt's ids, up to where the assistant's answer begins. Raises ApiError that names the field."""
-        segments: list[Segment] = []
+    def encode(self, messages: Sequence[Message], *, thinking: bool, effort: str | None = None) -> list[int]:
+        """The prompt's ids, up to where the assistant's answer begins. Raises ApiError that names the field.
+
+        `effort`: how much to think, with thinking; None: as much as the release does where nothing is said.
+        """
+        segments: list[Segment] = self._effort(effort or DEFAULT_EFFORT) if thinking else []
         for index, message in enumerate(messages):
             segments += self._message(message, f"messages.{index}", thinking)
         segments += [*self._open("message", role="assistant"), *self._open("think" if thinking else "response")]
@@ -61,6 +72,23 @@ class ChatFormat:
         attributes = {"role": role, "name": message.name} if message.name else {"role": role}
         end = self.tokenizer.controls.end_of_msg
         return [*self._open("message", **attributes), *body, *self._close("message"), end]
+
+    def _effort(self, effort: str) -> list[Segment]:
+        if isinstance(self.effort, str):
+            # without its message the model would be asked in a way that it was never trained on
+            raise ApiError.bad(
+                "chat_template_kwargs.thinking",
+                "thinking, which is on unless a request or the checkpoint turns it off, needs a message in the words "
+                f'of the release, and {self.effort}; send "reasoning_effort": "none"',
+                code="thinking_unavailable",
+            )
+        if effort not in self.effort.efforts:
+            raise ApiError.bad(
+                "reasoning_effort", f"got {effort!r}; this model knows {', '.join(self.effort.efforts)}, and none"
+            )
+        end = self.tokenizer.controls.end_of_msg
+        opened = self._open("message", role="system", type="thinking-effort")
+        return [*opened, self.effort.body(effort), *self._close("message"), end]
 
     def _tag(self, name: str, text: str) -> list[Segment]:
         return [*self._open(name), text, *self._close(name)]

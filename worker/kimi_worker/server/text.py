@@ -11,6 +11,8 @@ from typing import Any
 
 import tiktoken
 
+from kimi_worker.model.config import ConfigError, SpecialToken, read_end_ids, read_special_tokens
+
 # letters without the Han script, which has an alternative of its own
 _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
@@ -50,18 +52,23 @@ class Controls:
     end_of_msg: int
 
 
+_MEDIA = ("<|media_begin|>", "<|media_content|>", "<|media_end|>", "<|media_pad|>")
+"""Where an image stands in a prompt."""
+
+
 class Tokenizer:
     """The checkpoint's vocabulary. `encode` never gives a special id, whatever the text holds."""
 
     def __init__(
-        self, ranks: dict[bytes, int], special: dict[str, int], hidden: set[int], stop_ids: set[int], vocab_size: int
+        self, ranks: dict[bytes, int], tokens: dict[int, SpecialToken], stop_ids: Iterable[int], vocab_size: int
     ) -> None:
-        """`hidden` are the special ids that an answer's text leaves out, `stop_ids` those that end it."""
+        """`tokens` are the special ones, by id; `stop_ids` those that end an answer."""
+        special = {token.text: token_id for token_id, token in tokens.items()}
         self._encoding = tiktoken.Encoding("kimi", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={})
         self.vocab_size = vocab_size
         self.special = special
-        self._hidden = hidden
-        names = {token_id: name for name, token_id in special.items()}
+        self._hidden = {token_id for token_id, token in tokens.items() if token.is_hidden}
+        names = {token_id: token.text for token_id, token in tokens.items()}
         self._bytes = [names.get(token_id, f"<|reserved_token_{token_id}|>").encode() for token_id in range(vocab_size)]
         for piece, token_id in ranks.items():
             self._bytes[token_id] = piece
@@ -69,7 +76,8 @@ class Tokenizer:
         self.controls = Controls(
             special["<|open|>"], special["<|close|>"], special["<|sep|>"], special["<|end_of_msg|>"]
         )
-        self.stop_ids = frozenset(stop_ids | {self.controls.end_of_msg})
+        self.stop_ids = frozenset({*stop_ids, self.controls.end_of_msg})
+        self.media_ids = frozenset(special[name] for name in _MEDIA if name in special)
 
     @classmethod
     def load(cls, checkpoint: Path) -> "Tokenizer":
@@ -77,20 +85,15 @@ class Tokenizer:
         ranks = _read_ranks(checkpoint / "tiktoken.model")
         config = read_json(checkpoint / "config.json")
         text_config = config.get("text_config", config)
-        tokens = read_json(tokens_path := checkpoint / "tokenizer_config.json")
-        added = tokens.get("added_tokens_decoder", {})
         try:
-            special = {entry["content"]: int(token_id) for token_id, entry in added.items()}
-            hidden = {int(token_id) for token_id, entry in added.items() if entry.get("special", True)}
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise TokenizerError(
-                f'{tokens_path}: added_tokens_decoder: want {{"<id>": {{"content": "<text>"}}}}: {error!r}'
-            ) from error
+            tokens, stop_ids = read_special_tokens(checkpoint), read_end_ids(checkpoint)
+        except ConfigError as error:
+            raise TokenizerError(str(error)) from error
         vocab_size = text_config.get("vocab_size")
         if not isinstance(vocab_size, int):
             raise TokenizerError(f"{checkpoint / 'config.json'}: vocab_size: want an integer, got {vocab_size!r}")
-        _check(ranks, special, vocab_size, checkpoint)
-        return cls(ranks, special, hidden, _stop_ids(config, text_config, tokens, special), vocab_size)
+        _check(ranks, {token.text: token_id for token_id, token in tokens.items()}, vocab_size, checkpoint)
+        return cls(ranks, tokens, stop_ids, vocab_size)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of plain text; special tokens that are spelt out in it stay text."""
@@ -168,18 +171,6 @@ def _check(ranks: dict[bytes, int], special: dict[str, int], vocab_size: int, ch
                 f"{tokens_path}: {name} has id {token_id}; want {len(ranks)} (after the ranks) to {vocab_size - 1} "
                 "(vocab_size of config.json)"
             )
-
-
-def _stop_ids(
-    config: dict[str, Any], text_config: dict[str, Any], tokens: dict[str, Any], special: dict[str, int]
-) -> set[int]:
-    """Ends of a message and of a document: the ids that the configuration and the tokenizer name."""
-    found: set[int] = set()
-    for value in (config.get("eos_token_id"), text_config.get("eos_token_id")):
-        found.update([value] if isinstance(value, int) else value or [])
-    eos = tokens.get("eos_token")
-    name = eos.get("content") if isinstance(eos, dict) else eos
-    return found | {special[name]} if name in special else found
 
 
 class Detokenizer:

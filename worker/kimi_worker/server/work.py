@@ -64,7 +64,8 @@ class Intake:
         request = read_request(body, ChatRequest)
         self._check_model(request)
         thinking = self.chat.thinking if request.thinking is None else request.thinking
-        token_ids = self.chat.encode(request.messages, thinking=thinking)
+        effort = None if request.reasoning_effort == "none" else request.reasoning_effort
+        token_ids = self.chat.encode(request.messages, thinking=thinking, effort=effort)
         room = self._room(token_ids, "messages")
         name = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
         max_tokens = request.max_completion_tokens or request.max_tokens or room
@@ -84,6 +85,12 @@ class Intake:
             raise ApiError.bad(
                 "prompt", f"token id {strange} is not below the vocabulary's {self.tokenizer.vocab_size}"
             )
+        for at, token in enumerate(token_ids):
+            if token in self.tokenizer.media_ids:
+                text = self.tokenizer.token_text(token)
+                raise ApiError.bad(
+                    "prompt", f"token id {token} at {at} is {text}, the place of an image; send text only"
+                )
         room = self._room(token_ids, "prompt")
         max_tokens = request.max_tokens or min(_COMPLETION_MAX_TOKENS, room)
         _check_room("max_tokens", max_tokens, room, len(token_ids))
