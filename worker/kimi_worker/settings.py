@@ -90,6 +90,15 @@ class LimitSettings(Section):
         return self
 
 
+class PeerSettings(Section):
+    """Where a decode pod finds the prefill lanes, to check that they can write into it."""
+
+    service: str = ""
+    """Name of the prefill pods' headless service; empty: nothing is checked before a request."""
+    port: Port = 29600
+    lanes_per_pod: PositiveInt = 1
+
+
 class HandoffSettings(Section):
     transport: Annotated[str, Field(pattern="^(nixl|moriio)$")] = "nixl"
     reservation_timeout_s: PositiveFloat = 120.0
@@ -99,6 +108,7 @@ class HandoffSettings(Section):
     steps, and a step may last that long."""
     silence_s: PositiveFloat = 15.0
     """A peer with open transfers whose process answers no pings for about so long is lost. Long steps do not count."""
+    peers: PeerSettings = PeerSettings()
     fence: Annotated[str, Field(pattern="^(none|read_back)$")] = "none"
     """`read_back`: read a few bytes of every written region before telling decode, where completion is only local."""
 

@@ -18,9 +18,10 @@ import msgspec
 import structlog
 import zmq
 
+from kimi_worker.discovery import PeerDiscovery
 from kimi_worker.processes import read_last_words
-from kimi_worker.protocol.engine import Drain, FromEngine, LaneState, ToEngine, Watch, api_socket
-from kimi_worker.settings import PodIdentity, WorkerSettings, child_environment
+from kimi_worker.protocol.engine import Drain, FromEngine, LaneState, ToEngine, Verify, Watch, api_socket
+from kimi_worker.settings import PodIdentity, Role, WorkerSettings, child_environment
 
 log = structlog.get_logger()
 
@@ -62,6 +63,7 @@ class Supervisor:
         self._context = zmq.Context()
         self._poller = zmq.Poller()
         self._lanes: list[zmq.Socket[bytes]] = []
+        self._discovery: PeerDiscovery | None = None
         self._signals, signal_writer = socket.socketpair()
         self._signals.setblocking(False)
         signal_writer.setblocking(False)
@@ -79,9 +81,12 @@ class Supervisor:
                 self._poller.poll(self._wait_ms())
                 self._take_signals()
                 self._take_states()
+                self._take_peers()
                 self._check_children()
             self._end_api()
         finally:
+            if self._discovery is not None:
+                self._discovery.close()
             self._kill_all()
             self._context.destroy(linger=0)
 
@@ -94,6 +99,10 @@ class Supervisor:
             link.send(_encode(Watch()))
             self._poller.register(link, zmq.POLLIN)
             self._lanes.append(link)
+        peers = self._settings.handoff.peers
+        if self._settings.role is Role.DECODE and peers.service:
+            self._discovery = PeerDiscovery(peers)
+            self._poller.register(self._discovery.socket, zmq.POLLIN)
 
     def _spawn(self, process: str) -> None:
         command = [sys.executable, "-P", "-m", "kimi_worker", process, "--parent", str(os.getpid())]
@@ -153,6 +162,12 @@ class Supervisor:
                 self._states[lane] = message
         if self._is_serving() and not was_serving:
             log.info("pod_ready", lanes=len(self._lanes))
+
+    def _take_peers(self) -> None:
+        if self._discovery is not None and (endpoints := self._discovery.take()) is not None:
+            log.info("prefill_lanes_found", endpoints=endpoints)
+            for link in self._lanes:
+                link.send(_encode(Verify(endpoints)))
 
     def _check_children(self) -> None:
         """Raises PodFailedError when one has ended."""

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 import structlog
 import zmq
+from kimi_kernels.mla import BLOCK_ROWS
 
+from kimi_worker.engine.caches import TensorScratch, registered
 from kimi_worker.engine.coordination import Coordination, CoordinatorHost, CoordinatorMember
 from kimi_worker.engine.follower import Follower
 from kimi_worker.engine.lane import LaneEngine
@@ -19,7 +21,7 @@ from kimi_worker.handoff.actions import LaneIdentity, Timing
 from kimi_worker.handoff.plan import RegionLayout, Unit
 from kimi_worker.handoff.rank import RankPort
 from kimi_worker.handoff.session import DecodeSide, PrefillSide
-from kimi_worker.handoff.transport import Region, Transport
+from kimi_worker.handoff.transport import Transport
 from kimi_worker.parallel.groups import Groups, Rendezvous, connect, device_of
 from kimi_worker.parallel.ranks import place
 from kimi_worker.protocol.engine import LaneState
@@ -74,17 +76,24 @@ def build_rank(settings: WorkerSettings, identity: PodIdentity, local: int) -> L
 
 
 def _warm_up(settings: WorkerSettings, runner: Runner) -> None:
-    """Run the largest chunk and a decode, all ranks together: what is compiled or allocated late is so before Ready.
+    """Run the most that a step can ask for, all ranks together: what is compiled or allocated late is so before Ready.
 
-    Nobody owns memory yet; the first owner of slot 0 finds it zeroed by its first step or written whole.
+    That is the largest chunk behind enough rows to meet every shape that a longer context has, and a decode of as many
+    requests as may run, all about as long as one may be. Nobody owns memory yet, so they share pages; what they leave
+    there and in their slots is zeroed.
     """
-    limits = settings.limits
-    num_tokens = min(limits.max_num_batched_tokens, settings.model.max_model_len - 1)
-    pages = list(range(-(-(num_tokens + 1) // limits.page_size_tokens)))
-    chunk = SequenceStep([0] * num_tokens, 0, pages[: -(-num_tokens // limits.page_size_tokens)], 0, sample=True)
-    decode = SequenceStep([0], num_tokens, pages, 0, sample=True)
-    for step, sequence in enumerate((chunk, decode)):
-        runner.execute(StepPlan(step, [sequence]))
+    limits, longest = settings.limits, settings.model.max_model_len
+    size = limits.page_size_tokens
+    num_tokens = min(limits.max_num_batched_tokens, longest)
+    before = min(longest - num_tokens, BLOCK_ROWS)
+    pages, slots = list(range(-(-longest // size))), range(limits.max_num_seqs)
+    chunk = SequenceStep([0] * num_tokens, before, pages[: -(-(before + num_tokens) // size)], 0, sample=True)
+    # Of different lengths, so that the rows past a length are masked.
+    decodes = [SequenceStep([0], max(longest - 1 - slot, 0), pages, slot, sample=True) for slot in slots]
+    for step, sequences in enumerate(([chunk], decodes)):
+        runner.execute(StepPlan(step, sequences))
+    runner.caches.pages[: len(pages)] = 0.0
+    runner.caches.zero_slots(slots)
 
 
 def _rendezvous(settings: WorkerSettings, identity: PodIdentity) -> Rendezvous:
@@ -110,17 +119,9 @@ def _group_host(settings: WorkerSettings, identity: PodIdentity) -> str:
 def _port(settings: WorkerSettings, identity: PodIdentity, runner: Runner, groups: Groups) -> RankPort:
     # The name tells this process from every other one that a peer may still know.
     name = f"{identity.pod_name}/{groups.place.rank}/{secrets.token_hex(4)}"
-    regions = [
-        Region(
-            layout=RegionLayout(region.name, Unit(region.unit), region.unit_bytes),
-            pointer=region.tensor.data_ptr(),
-            num_units=region.num_units,
-            device=region.tensor.device.type,
-            device_id=region.tensor.device.index or 0,
-        )
-        for region in runner.caches.regions
-    ]
-    return RankPort(groups.place.tp_rank, _transport(settings, identity, name), regions)
+    regions = [registered(region.name, Unit(region.unit), region.tensor) for region in runner.caches.regions]
+    scratch = TensorScratch(groups.device)
+    return RankPort(groups.place.tp_rank, _transport(settings, identity, name), regions, scratch)
 
 
 def _transport(settings: WorkerSettings, identity: PodIdentity, name: str) -> Transport:
@@ -224,6 +225,7 @@ def _handoff_sides(parts: Parts, descriptors: list[bytes]) -> tuple[DecodeSide |
         ),
         num_ranks=where.tp_size,
         ranks=tuple(descriptors) if is_decode else (),
+        transport=settings.handoff.transport,
     )
     if is_decode:
         return DecodeSide(identity, timing), None

@@ -48,6 +48,7 @@ def to_worker_settings(inputs: RenderInputs, role: Role, revision: str) -> dict[
             # A step may last as long as a collective, and the ranks at both ends take part in writes between steps.
             "write_timeout_s": float(profile.timeouts.collective_seconds + WRITE_S),
             "silence_s": SILENCE_S,
+            "peers": _peers(inputs, role),
             "fence": profile.fabric.fence,
         },
         "ports": {
@@ -64,6 +65,17 @@ def to_worker_settings(inputs: RenderInputs, role: Role, revision: str) -> dict[
         "service": {"headless": headless_name(inputs.owner.name, role), "namespace": inputs.owner.namespace},
         # For tests of the worker alone; a deployment cannot set them.
         "faults": {"notify_before_writes_land": False, "keep_recycled_state": False},
+    }
+
+
+def _peers(inputs: RenderInputs, role: Role) -> dict[str, Any]:
+    """Where a decode pod finds the prefill lanes that must be able to write into it."""
+    prefill, owner = inputs.spec.role(Role.PREFILL), inputs.owner
+    is_checked = role is Role.DECODE
+    return {
+        "service": f"{headless_name(owner.name, Role.PREFILL)}.{owner.namespace}.svc" if is_checked else "",
+        "port": HANDOFF_PORT,
+        "lanes_per_pod": prefill.gpus_per_node // prefill.tensor_parallel if is_checked else 1,
     }
 
 

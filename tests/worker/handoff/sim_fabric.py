@@ -13,9 +13,12 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kimi_worker.handoff.plan import Copy, read_back_targets
+from kimi_worker.handoff.fabric import SCRATCH_UNITS
+from kimi_worker.handoff.plan import Copy, RegionLayout, Unit, read_back_targets
 from kimi_worker.handoff.transport import Completion, Region, TransportError
 from kimi_worker.protocol.handoff import LaneMessage
+
+SCRATCH_LAYOUT = RegionLayout("scratch", Unit.SCRATCH, 40)
 
 
 class Loop:
@@ -51,6 +54,8 @@ class Faults:
     slow_write: float = 0.0
     """Chance that a piece takes up to slowest_write_s instead of milliseconds."""
     slowest_write_s: float = 4.0
+    drop_writes: bool = False
+    """Bytes are lost on the way, and the writes are reported done all the same."""
     break_wire: float = 0.0
     """Chance that a connection breaks while a post is under way."""
 
@@ -138,6 +143,22 @@ class Fabric:
     """Called with each range of local memory when a write reads it."""
     check_landing: Callable[["SimTransport", "SimTransport"], None] = lambda *_: None
     """Called with source and target when bytes land."""
+
+
+class SimScratch:
+    """The part of a rank's memory where test writes go, from a given address on."""
+
+    def __init__(self, memory: bytearray, start: int) -> None:
+        self._memory = memory
+        self.region = Region(SCRATCH_LAYOUT, start, SCRATCH_UNITS)
+
+    def fill(self, unit: int, data: bytes) -> None:
+        start = self.region.pointer + unit * SCRATCH_LAYOUT.bytes_per_unit
+        self._memory[start : start + len(data)] = data
+
+    def read(self, unit: int) -> bytes:
+        start = self.region.pointer + unit * SCRATCH_LAYOUT.bytes_per_unit
+        return bytes(self._memory[start : start + SCRATCH_LAYOUT.bytes_per_unit])
 
 
 class SimTransport:
@@ -262,7 +283,8 @@ class SimTransport:
             self._fabric.loop.after(0.02, lambda: self._land(post, target, data))
             return
         self._fabric.check_landing(self, memory)
-        memory.memory[target : target + len(data)] = data
+        if not self._fabric.faults.drop_writes:
+            memory.memory[target : target + len(data)] = data
         post.wire.in_flight -= 1
         post.unlanded -= 1
         if post.unlanded == 0:

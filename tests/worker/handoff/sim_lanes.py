@@ -29,13 +29,14 @@ from kimi_worker.handoff.actions import (
     ToRanks,
 )
 from kimi_worker.handoff.decode_side import DecodeSide
+from kimi_worker.handoff.fabric import SCRATCH_UNITS
 from kimi_worker.handoff.plan import Layout, RegionLayout, Unit
 from kimi_worker.handoff.prefill_side import PrefillSide
 from kimi_worker.handoff.rank import RankPort
 from kimi_worker.handoff.transport import Region
 from kimi_worker.protocol.engine import SampledToken, Sampling
 from kimi_worker.protocol.handoff import LaneMessage, RankCommand, TransferKey
-from sim_fabric import Fabric, Loop, SimNetwork, SimTransport
+from sim_fabric import SCRATCH_LAYOUT, Fabric, Loop, SimNetwork, SimScratch, SimTransport
 
 POISON = 0xEE
 LAYOUT: Layout = (
@@ -46,7 +47,7 @@ LAYOUT: Layout = (
 NUM_PAGES, NUM_SLOTS, NUM_RANKS = 12, 4, 2
 UNITS = {Unit.PAGE: NUM_PAGES, Unit.SLOT: NUM_SLOTS}
 TIMING = Timing(
-    reservation_timeout_s=30.0, resend_max_s=4.0, silence_s=4.0, revoke_wait_s=6.0, write_timeout_s=16.0, forget_s=120.0
+    reservation_timeout_s=60.0, resend_max_s=4.0, silence_s=4.0, revoke_wait_s=6.0, write_timeout_s=16.0, forget_s=120.0
 )
 LONGEST_STEP_S = 12.0
 """Several times the silence that loses a peer, and less than writes may take."""
@@ -62,7 +63,8 @@ def _regions() -> list[Region]:
 
 
 REGIONS = _regions()
-RANK_BYTES = sum(region.num_bytes for region in REGIONS)
+SCRATCH_START = sum(region.num_bytes for region in REGIONS)
+RANK_BYTES = SCRATCH_START + SCRATCH_LAYOUT.bytes_per_unit * SCRATCH_UNITS
 
 
 class InvariantError(Exception):
@@ -120,11 +122,13 @@ class Pool:
             self.check(Holding(tuple(range(NUM_PAGES)), slot), None, "I2: written while it was free")
 
     def is_free(self, start: int) -> bool:
-        """Whether a byte of a rank's memory belongs to a free page or slot."""
+        """Whether a byte of a rank's memory belongs to a free page or slot; the scratch never does."""
         for region in REGIONS:
             if region.pointer <= start < region.pointer + region.num_bytes:
                 unit = (start - region.pointer) // region.layout.bytes_per_unit
                 return unit in (self.free_pages if region.layout.unit is Unit.PAGE else self.free_slots)
+        if start >= SCRATCH_START:
+            return False
         raise InvariantError(f"I2: byte {start} is in no region")
 
 
@@ -172,7 +176,10 @@ class Lane:
         self.transports = [
             SimTransport(world.fabric, name, memory) for name, memory in zip(names, self.pool.ranks, strict=True)
         ]
-        self.ports = [RankPort(rank, transport, REGIONS) for rank, transport in enumerate(self.transports)]
+        self.ports = [
+            RankPort(rank, transport, REGIONS, SimScratch(transport.memory, SCRATCH_START))
+            for rank, transport in enumerate(self.transports)
+        ]
         self._mailbox_free_at = [0.0] * NUM_RANKS
         for rank, transport in enumerate(self.transports):
             transport.on_ended = lambda rank=rank: self._when_free(lambda: self._poll(rank))  # type: ignore[misc]
@@ -321,6 +328,9 @@ class DecodeLane(Lane):
     def decode_side(self) -> DecodeSide:
         assert isinstance(self.side, DecodeSide)
         return self.side
+
+    def verify(self, prefills: list[str]) -> None:
+        self._when_free(lambda: self.perform(self.decode_side.verify(prefills, self.world.loop.now)))
 
     def cancel(self, request_id: str) -> None:
         outcome = self.outcomes.get(request_id)

@@ -58,8 +58,10 @@ class Walk:
                 self._check_answered()
             self.world.loop.run(FAULTS_S + SETTLE_S)
             self._check_idle()
+            self._tell()
             self._probe()
             self._check_idle()
+            self._check_fabric()
         except (InvariantError, AssertionError, RuntimeError) as error:
             error.add_note("\n".join(" ".join(map(str, event)) for event in self._trace))
             raise
@@ -93,6 +95,8 @@ class Walk:
 
     def _schedule(self) -> None:
         rng, loop = self._rng, self.world.loop
+        for _ in range(rng.choice([0, 1, 2])):
+            loop.after(rng.uniform(0, FAULTS_S), self._verify)
         for number in range(rng.randint(3, 10)):
             request_id = str(number * 10)
             at = rng.uniform(0, FAULTS_S)
@@ -147,11 +151,37 @@ class Walk:
         self.world.network.cut.add(pair)
         self.world.loop.after(self._rng.choice([1.0, 7.0, 15.0]), lambda: self.world.network.cut.discard(pair))
 
+    def _verify(self) -> None:
+        """A list of prefill lanes is told: some that are there, some that are gone."""
+        prefills = self._rng.sample(self.prefills, self._rng.randint(0, len(self.prefills)))
+        for decode in self.decodes:
+            if decode.is_alive:
+                decode.verify([lane.endpoint for lane in prefills])
+
+    def _there(self) -> list[str]:
+        lanes = [lane for lane in self.prefills if lane.is_alive and lane.identity.layout_hash == "layout-a"]
+        return [lane.endpoint for lane in lanes]
+
+    def _tell(self) -> None:
+        for decode in self.decodes:
+            if decode.is_alive:
+                decode.verify(self._there())
+
+    def _check_fabric(self) -> None:
+        """Without faults every live lane of the same layout can write, and is known to."""
+        there = self._there()
+        for decode in self.decodes:
+            fabric = decode.decode_side.fabric
+            found = (fabric.num_peers, fabric.num_verified, fabric.error)
+            if decode.is_alive and found != (len(set(there)), len(set(there)), ""):
+                raise InvariantError(f"I5: {decode.endpoint} verified {fabric.num_verified} of {there}: {fabric.error}")
+
     def _heal(self) -> None:
         self._faults.stop()
         for prefill in self.prefills:
             prefill.trouble = 0.0
         self.world.network.cut.clear()
+        self._tell()
 
     def _break_wires(self) -> None:
         self._rng.choice(self._rng.choice(self.prefills).transports).break_wires()

@@ -14,7 +14,7 @@ from sim_walk import Walk
 
 BLOCK = 100
 NUM_SEEDS = int(os.environ.get("KIMI_WALK_SEEDS", "2000"))
-FAULTY_SEEDS = 150
+FAULTY_SEEDS = 250
 """Enough for each planted bug below to show; most show within ten."""
 
 

@@ -9,11 +9,16 @@ import torch
 from kimi_kernels.kda import CONV_TAPS
 from torch import Tensor
 
+from kimi_worker.handoff import transport
+from kimi_worker.handoff.fabric import SCRATCH_UNITS
+from kimi_worker.handoff.plan import RegionLayout, Unit
 from kimi_worker.model.config import KimiConfig
 from kimi_worker.parallel.ranks import RankPlace
 from kimi_worker.settings import LimitSettings, RuntimeSettings
 
-LAYOUT_VERSION = 1
+SCRATCH_BYTES = 4096
+"""Of one test write."""
+LAYOUT_VERSION = 2
 """Raise it when the meaning of a byte in a page or slot changes; ranks of different versions never exchange."""
 
 
@@ -36,6 +41,34 @@ class Region:
     @property
     def unit_bytes(self) -> int:
         return self.tensor[0].nbytes
+
+
+class TensorScratch:
+    """Memory of test writes, on the caches' device: what goes through here goes the caches' way."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._units = torch.zeros(SCRATCH_UNITS, SCRATCH_BYTES, dtype=torch.uint8, device=device)
+        self.region = registered("scratch", Unit.SCRATCH, self._units)
+
+    def fill(self, unit: int, data: bytes) -> None:
+        self._units[unit].copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        if self._units.is_cuda:
+            # The network card does not wait for the copy as a kernel would.
+            torch.cuda.synchronize(self._units.device)
+
+    def read(self, unit: int) -> bytes:
+        return self._units[unit].cpu().numpy().tobytes()
+
+
+def registered(name: str, unit: Unit, tensor: Tensor) -> transport.Region:
+    """A tensor whose axis 0 counts units, as the transport registers it."""
+    return transport.Region(
+        layout=RegionLayout(name, unit, tensor[0].nbytes),
+        pointer=tensor.data_ptr(),
+        num_units=tensor.shape[0],
+        device=tensor.device.type,
+        device_id=tensor.device.index or 0,
+    )
 
 
 class Caches:

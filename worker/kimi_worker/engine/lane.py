@@ -39,6 +39,7 @@ from kimi_worker.protocol.engine import (
     Sampling,
     Submit,
     ToEngine,
+    Verify,
     Watch,
 )
 from kimi_worker.protocol.handoff import LaneMessage, RankReport, ToDecode, ToPrefill, TransferKey
@@ -142,6 +143,9 @@ class LaneEngine:
                 self._cancel(request_id, now)
             case Drain():
                 self.is_draining = True
+            case Verify(endpoints):
+                if self._decode is not None:
+                    self._perform(self._decode.verify(endpoints, now), now)
 
     def receive_from_peer(self, peer: str, message: LaneMessage, now: float) -> None:
         """A control message of another lane; one that this lane's role has no use for is dropped."""
@@ -207,6 +211,7 @@ class LaneEngine:
 
     def state(self) -> LaneState:
         scheduler, memory = self.scheduler, self.scheduler.memory
+        fabric = self._decode.fabric if self._decode is not None else None
         open_transfers = sum(side.num_open for side in (self._decode, self._prefill) if side is not None)
         return msgspec.structs.replace(
             self._facts,
@@ -224,6 +229,9 @@ class LaneEngine:
             preemptions=scheduler.num_preemptions,
             draining=self.is_draining,
             drained=self.is_drained,
+            fabric_peers=fabric.num_peers if fabric is not None else 0,
+            fabric_verified=fabric.num_verified if fabric is not None else 0,
+            fabric_error=fabric.error if fabric is not None else "",
         )
 
     # Clients

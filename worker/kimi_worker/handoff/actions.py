@@ -41,6 +41,8 @@ class LaneIdentity:
     num_ranks: int
     ranks: tuple[bytes, ...] = ()
     """Transport descriptors in TP rank order; empty on a prefill lane."""
+    transport: str = "nixl"
+    """Name of the transport, for messages."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,13 +15,16 @@ from kimi_worker.handoff.actions import (
     Timing,
     ToRanks,
 )
+from kimi_worker.handoff.fabric import Check, FabricChecks
 from kimi_worker.handoff.plan import digest_of_reservation
 from kimi_worker.protocol.handoff import (
     Abort,
     Aborted,
     Accepted,
     Hello,
+    Inspected,
     Prefill,
+    Probed,
     Query,
     RankReport,
     Ready,
@@ -88,6 +91,7 @@ class DecodeSide:
         self._revoked: dict[int, bytes] | None = None
         """Answers to the Revoke under way, by rank; None: no Revoke is under way."""
         self._watching = False
+        self.fabric = FabricChecks(identity, timing)
 
     @property
     def epoch(self) -> int:
@@ -119,6 +123,11 @@ class DecodeSide:
             return []
         return self._finish(self._give_up(self._open[number], now), now)
 
+    def verify(self, endpoints: list[str], now: float) -> list[Action]:
+        """Check that each of these prefill lanes, all that there are, can write into this lane."""
+        self.fabric.expect(endpoints)
+        return self._finish([], now)
+
     def see(self, peer: str, now: float) -> None:
         """The peer's process lives, however long it says nothing: it is in a long step."""
         known = self._peers.get(peer)
@@ -133,6 +142,8 @@ class DecodeSide:
         known = self._peers.get(peer)
         if known is not None and known.epoch == message.epoch:
             known.unanswered_since, known.heard_at = None, now
+        if isinstance(message, Probed):
+            return self._finish(self.fabric.answered(peer, message, now), now)
         item = self._open.get(message.number)
         if item is None or item.request.prefill != peer or item.peer_epoch != message.epoch:
             # A repetition for what is closed here; only Ready waits for an answer.
@@ -140,6 +151,9 @@ class DecodeSide:
         return self._finish(self._answered(item, message, now), now)
 
     def report(self, report: RankReport, now: float) -> list[Action]:
+        if isinstance(report, Inspected):
+            self.fabric.inspected(report, now)
+            return self._finish([], now)
         if not isinstance(report, Revoked) or self._revoked is None:
             return []
         self._revoked[report.rank] = report.descriptor
@@ -148,6 +162,7 @@ class DecodeSide:
         ranks = tuple(self._revoked[rank] for rank in range(self._identity.num_ranks))
         self._identity = replace(self._identity, epoch=self.epoch + 1, ranks=ranks)
         self._revoked = None
+        self.fabric.revoked()
         for peer in self._peers.values():
             peer.confirmed_at = peer.next_hello = float("-inf")
             peer.unanswered_since = None
@@ -160,6 +175,9 @@ class DecodeSide:
             actions += self._tick_peer(peer, now)
         for item in list(self._open.values()):
             actions += self._tick_reservation(item, now)
+        if self._revoked is None:
+            heard_at = {endpoint: peer.heard_at for endpoint, peer in self._peers.items()}
+            actions += self.fabric.tick(self.epoch, heard_at, now)
         return self._finish(actions, now)
 
     def next_deadline(self) -> float | None:
@@ -168,7 +186,8 @@ class DecodeSide:
 
     def _deadlines(self) -> Iterator[float]:
         if self._revoked is None:
-            for endpoint in {item.request.prefill for item in self._answerable()}:
+            yield from self.fabric.deadlines()
+            for endpoint in self._debtors():
                 peer = self._peers[endpoint]
                 yield peer.next_hello
                 if peer.unanswered_since is not None:
@@ -182,6 +201,11 @@ class DecodeSide:
 
     def _answerable(self) -> list[_Reservation]:
         return [item for item in self._open.values() if item.cut_off_since is None]
+
+    def _debtors(self) -> set[str]:
+        """Peers that owe an answer."""
+        checked = self.fabric.waiting_for() & self._peers.keys()
+        return {item.request.prefill for item in self._answerable()} | checked
 
     # One reservation
 
@@ -208,6 +232,14 @@ class DecodeSide:
         assert peer.epoch is not None, f"{peer.endpoint} is confirmed without an epoch"
         item.peer_epoch = peer.epoch
         return [self._ask(item, now)]
+
+    def _advance_check(self, check: Check, now: float) -> list[Action]:
+        """The same for a test write."""
+        peer = self._peers.setdefault(check.endpoint, _Peer(check.endpoint))
+        if now - peer.confirmed_at >= self._timing.hello_s:
+            return self._hello(peer, now) if now >= peer.next_hello else []
+        assert peer.epoch is not None, f"{peer.endpoint} is confirmed without an epoch"
+        return [self.fabric.ask(check, self.epoch, peer.epoch, now)]
 
     def _ask(self, item: _Reservation, now: float) -> Action:
         assert item.peer_epoch is not None, f"transfer {item.number} has no peer yet"
@@ -332,6 +364,7 @@ class DecodeSide:
             actions += self._lose(
                 peer, "handoff_failed", f"{endpoint} restarted during the handoff", now, sent_only=True
             )
+            self.fabric.restarted(endpoint)
         peer.epoch, peer.confirmed_at, peer.heard_at, peer.unanswered_since = hello.epoch, now, now, None
         peer.hello_interval, peer.next_hello = 0.0, now + self._timing.hello_s
         return actions
@@ -345,13 +378,14 @@ class DecodeSide:
             actions += self._failed(item, code, text, retryable=True)
             actions += self._cut_off(item, now)
         if not sent_only:
+            self.fabric.fail(peer.endpoint, text, now)
             self._peers.pop(peer.endpoint, None)
         return actions
 
     def _tick_peer(self, peer: _Peer, now: float) -> list[Action]:
         if self._revoked is not None:
             return []
-        if not any(item.request.prefill == peer.endpoint for item in self._answerable()):
+        if peer.endpoint not in self._debtors():
             peer.unanswered_since = None
             if now - peer.confirmed_at >= self._timing.forget_s:
                 del self._peers[peer.endpoint]
@@ -383,7 +417,11 @@ class DecodeSide:
             for item in list(self._open.values()):
                 if item.peer_epoch is None:
                     actions += self._advance(item, now)
-        if bool(self._open) != self._watching:
+            if self._revoked is None:
+                for check in self.fabric.due():
+                    if self.fabric.has_room:
+                        actions += self._advance_check(check, now)
+        if (bool(self._open) or self.fabric.is_writing) != self._watching:
             self._watching = not self._watching
             actions.append(ToRanks(Watch(self._watching)))
         return actions

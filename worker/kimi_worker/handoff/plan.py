@@ -19,6 +19,8 @@ class Unit(Enum):
 
     PAGE = "page"
     SLOT = "slot"
+    SCRATCH = "scratch"
+    """Of test writes; belongs to no request."""
 
 
 @dataclass(frozen=True, slots=True)

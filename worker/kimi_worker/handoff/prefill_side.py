@@ -27,11 +27,15 @@ from kimi_worker.protocol.handoff import (
     Fenced,
     Hello,
     Prefill,
+    Probe,
+    Probed,
     Query,
     RankReport,
     Ready,
     Refused,
     Release,
+    Stamp,
+    Stamped,
     ToDecode,
     ToPrefill,
     TransferKey,
@@ -93,6 +97,16 @@ class _Transfer:
 
 
 @dataclass(slots=True)
+class _Probe:
+    """The last test write that a decode lane has asked for."""
+
+    number: int
+    started: float
+    pending: set[int]
+    error: str = ""
+
+
+@dataclass(slots=True)
 class _Link:
     """One epoch of a decode lane."""
 
@@ -104,6 +118,15 @@ class _Link:
     """Numbers below are closed at decode."""
     transfers: dict[int, _Transfer] = field(default_factory=dict)
     disconnecting: set[int] = field(default_factory=set)
+    probe: _Probe | None = None
+
+    @property
+    def is_probing(self) -> bool:
+        return self.probe is not None and bool(self.probe.pending)
+
+    @property
+    def is_busy(self) -> bool:
+        return self.is_probing or bool(self.open_transfers())
 
     def open_transfers(self) -> list[_Transfer]:
         return [transfer for transfer in self.transfers.values() if transfer.is_open]
@@ -137,7 +160,7 @@ class PrefillSide:
         """The process that sent the peer's last message lives, however long it says nothing: it is in a long step."""
         epoch = self._current.get(peer)
         link = self._links.get((peer, epoch)) if epoch is not None else None
-        if link is not None and link.state is LinkState.OPEN and link.open_transfers():
+        if link is not None and link.state is LinkState.OPEN and link.is_busy:
             link.heard_at = now
 
     def computed(
@@ -182,6 +205,8 @@ class PrefillSide:
                 actions = self._wrote(report, now)
             case Fenced():
                 actions = self._fenced(report, now)
+            case Stamped():
+                actions = self._stamped(report)
             case Disconnected():
                 link = self._links.get((report.peer, report.epoch))
                 if link is not None:
@@ -205,9 +230,11 @@ class PrefillSide:
 
     def _deadlines(self) -> Iterator[float]:
         for link in self._links.values():
+            if link.state is LinkState.OPEN and link.is_busy:
+                yield link.heard_at + self._timing.silence_s
+            if link.state is LinkState.OPEN and link.is_probing and link.probe is not None:
+                yield link.probe.started + self._timing.write_timeout_s
             for transfer in link.open_transfers():
-                if link.state is LinkState.OPEN:
-                    yield link.heard_at + self._timing.silence_s
                 if transfer.state is TransferState.QUEUED:
                     yield transfer.deadline
                 elif transfer.state is TransferState.FENCED:
@@ -253,9 +280,9 @@ class PrefillSide:
         me = self._identity
         return Send(peer, Hello(me.engine, me.epoch, me.layout_hash, [], peer_epoch))
 
-    def _answer_stranger(self, peer: str, message: Prefill | Query | Abort | Release) -> list[Action]:
+    def _answer_stranger(self, peer: str, message: Prefill | Query | Abort | Release | Probe) -> list[Action]:
         """A peer that was forgotten: whether its old writes have ended is not known any more."""
-        if isinstance(message, Release):
+        if isinstance(message, Release | Probe):
             return []
         key = TransferKey(peer, message.epoch, message.number)
         return [Send(peer, self._aborted(key, "the peer was forgotten after a long silence", settled=False))]
@@ -283,9 +310,12 @@ class PrefillSide:
 
     def _tick_link(self, link: _Link, now: float) -> list[Action]:
         # Compare with the same sums as `_deadlines`: rounding must not let a tick at its own deadline do nothing
-        patience = self._timing.silence_s if link.open_transfers() else self._timing.forget_s
+        patience = self._timing.silence_s if link.is_busy else self._timing.forget_s
         if link.state is LinkState.OPEN and now >= link.heard_at + patience:
             return self._close(link, f"{link.peer} has been silent for {patience:g} s")
+        limit_s = self._timing.write_timeout_s
+        if link.state is LinkState.OPEN and link.is_probing and link.probe and now >= link.probe.started + limit_s:
+            return self._close(link, f"a test write did not end within {limit_s:g} s")
         if link.state is LinkState.CLOSED and now >= link.heard_at + self._timing.forget_s:
             del self._links[link.peer, link.epoch]
             if self._current.get(link.peer) == link.epoch:
@@ -294,7 +324,7 @@ class PrefillSide:
 
     # One transfer
 
-    def _told(self, peer: str, message: Prefill | Query | Abort | Release, now: float) -> list[Action]:
+    def _told(self, peer: str, message: Prefill | Query | Abort | Release | Probe, now: float) -> list[Action]:
         if message.peer_epoch != self._identity.epoch:
             return [self._hello(peer, message.epoch)]
         link = self._links.get((peer, message.epoch))
@@ -302,6 +332,8 @@ class PrefillSide:
             return self._answer_stranger(peer, message)
         if link.state is LinkState.OPEN:
             link.heard_at = now
+        if isinstance(message, Probe):
+            return self._test(link, message, now)
         return [] if message.number < link.oldest else self._told_on_link(link, message, now)
 
     def _told_on_link(self, link: _Link, message: Prefill | Query | Abort | Release, now: float) -> list[Action]:
@@ -314,6 +346,34 @@ class PrefillSide:
                 return self._abort(link, message, now)
             case Release():
                 return self._release(link, message)
+
+    def _test(self, link: _Link, message: Probe, now: float) -> list[Action]:
+        """Have every rank write into its peer's scratch, or repeat how that ended."""
+        if link.probe is not None and link.probe.number == message.number:
+            return [] if link.probe.pending else [self._probed(link, link.probe)]
+        if link.state is not LinkState.OPEN:
+            return []
+        link.probe = _Probe(message.number, now, set(range(self._identity.num_ranks)))
+        key = TransferKey(link.peer, link.epoch, message.number)
+        return [ToRanks(Stamp(key, message.nonce, self._fence))]
+
+    def _stamped(self, report: Stamped) -> list[Action]:
+        link = self._links.get((report.key.peer, report.key.epoch))
+        if link is None or link.probe is None or link.probe.number != report.key.number:
+            return []
+        probe = link.probe
+        probe.pending.discard(report.rank)
+        if report.error:
+            probe.error = f"rank {report.rank}: {report.error}"
+        if probe.pending:
+            return []
+        answer = self._probed(link, probe)
+        # A connection that does not carry a test write carries nothing: decode's next Hello makes a new one
+        broken = bool(probe.error) and not link.open_transfers()
+        return [answer, *(self._close(link, probe.error) if broken else [])]
+
+    def _probed(self, link: _Link, probe: _Probe) -> Action:
+        return Send(link.peer, Probed(probe.number, self._identity.epoch, link.epoch, probe.error))
 
     def _asked(self, link: _Link, message: Prefill, now: float) -> list[Action]:
         key = TransferKey(link.peer, link.epoch, message.number)
@@ -505,7 +565,7 @@ class PrefillSide:
             num_open = len(link.open_transfers())
             if link.state is LinkState.CLOSING and not link.disconnecting and not num_open:
                 link.state = LinkState.CLOSED
-            busy = busy or link.state is LinkState.CLOSING or num_open > 0
+            busy = busy or link.state is LinkState.CLOSING or num_open > 0 or link.is_probing
         if busy != self._watching:
             self._watching = busy
             actions = [*actions, ToRanks(Watch(busy))]

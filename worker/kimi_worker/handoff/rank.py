@@ -3,23 +3,37 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kimi_worker.handoff.plan import digest_of_copies, num_bytes, plan_copies
-from kimi_worker.handoff.transport import Completion, Region, Transport, TransportError
+from kimi_worker.handoff.fabric import pattern
+from kimi_worker.handoff.plan import Copy, digest_of_copies, num_bytes, plan_copies
+from kimi_worker.handoff.transport import Completion, Region, Scratch, Transport, TransportError
 from kimi_worker.protocol.handoff import (
     Connect,
     Disconnect,
     Disconnected,
     Fence,
     Fenced,
+    Inspect,
+    Inspected,
     RankCommand,
     RankReport,
     Revoke,
     Revoked,
+    Stamp,
+    Stamped,
     TransferKey,
     Watch,
     Write,
     Wrote,
 )
+
+
+@dataclass(frozen=True, slots=True)
+class _StampPost:
+    """A test write; `read_back` is what to read before it counts."""
+
+    key: TransferKey
+    peer: str
+    read_back: list[Copy]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,18 +52,25 @@ class RankPort:
     Errors of peers become reports; TransportError is raised only when this rank's own transport fails.
     """
 
-    def __init__(self, rank: int, transport: Transport, regions: Sequence[Region]) -> None:
-        """`rank` is the TP rank within the lane, from 0. The regions must outlive the port."""
+    def __init__(
+        self, rank: int, transport: Transport, regions: Sequence[Region], scratch: Scratch | None = None
+    ) -> None:
+        """`rank` is the TP rank within the lane, from 0. The regions must outlive the port.
+
+        Without a scratch test writes fail. Both ends have one or neither has.
+        """
         self._rank = rank
         self._transport = transport
         self._layout = tuple(region.layout for region in regions)
         self._peers: dict[tuple[str, int], str] = {}
         self._unreachable: dict[tuple[str, int], str] = {}
-        self._posts: dict[int, _Post] = {}
+        self._posts: dict[int, _Post | _StampPost] = {}
+        self._scratch = scratch
+        self._num_stamps = 0
         self._reports: list[RankReport] = []
         self.is_watching = False
         """Transfers may be open: call `poll` about every millisecond."""
-        self.descriptor = transport.register(regions)
+        self.descriptor = transport.register(regions if scratch is None else [*regions, scratch.region])
 
     def execute(self, command: RankCommand) -> None:
         """Start what the leader asks for; the answers come from `poll`."""
@@ -62,6 +83,10 @@ class RankPort:
                 self._write(command)
             case Fence():
                 self._fence(command.write)
+            case Stamp():
+                self._stamp(command)
+            case Inspect():
+                self._inspect(command)
             case Watch():
                 self.is_watching = command.active
             case Revoke():
@@ -113,6 +138,29 @@ class RankPort:
         post = self._transport.post_read_back(peer, plan_copies(self._layout, write))
         self._posts[post] = _Post(write.key, is_fence=True)
 
+    def _stamp(self, stamp: Stamp) -> None:
+        peer, reason = self._peer_of(stamp.key)
+        if peer is None or self._scratch is None:
+            self._reports.append(Stamped(self._rank, stamp.key, reason if peer is None else "this rank has no scratch"))
+            return
+        region = self._scratch.region
+        size = region.layout.bytes_per_unit
+        local, remote = self._num_stamps % region.num_units, stamp.key.number % region.num_units
+        self._num_stamps += 1
+        self._scratch.fill(local, pattern(stamp.nonce, self._rank, size))
+        copies = [Copy(len(self._layout), local * size, remote * size, size)]
+        post = self._transport.post_write(peer, copies)
+        self._posts[post] = _StampPost(stamp.key, peer, copies if stamp.fence else [])
+
+    def _inspect(self, inspect: Inspect) -> None:
+        error = "this rank has no scratch"
+        if self._scratch is not None:
+            region = self._scratch.region
+            found = self._scratch.read(inspect.number % region.num_units)
+            is_there = found == pattern(inspect.nonce, self._rank, region.layout.bytes_per_unit)
+            error = "" if is_there else f"found {found[:8].hex()}... instead of the pattern"
+        self._reports.append(Inspected(self._rank, inspect.number, error))
+
     def _peer_of(self, key: TransferKey) -> tuple[str | None, str]:
         name = (key.peer, key.epoch)
         return self._peers.get(name), self._unreachable.get(name, f"not connected to {key.peer}")
@@ -121,6 +169,15 @@ class RankPort:
         post = self._posts.pop(done.post, None)
         if post is None:
             return None
+        if isinstance(post, _StampPost):
+            return self._stamp_ended(post, done)
         if post.is_fence:
             return Fenced(self._rank, post.key, done.error)
         return Wrote(self._rank, post.key, done.error, done.settled, post.digest, post.num_bytes)
+
+    def _stamp_ended(self, post: _StampPost, done: Completion) -> RankReport | None:
+        if done.error or not post.read_back:
+            return Stamped(self._rank, post.key, done.error)
+        fence = self._transport.post_read_back(post.peer, post.read_back)
+        self._posts[fence] = _StampPost(post.key, post.peer, [])
+        return None

@@ -28,6 +28,20 @@ class Region:
         return self.num_units * self.layout.bytes_per_unit
 
 
+class Scratch(Protocol):
+    """A little memory of the kind that the other regions are of; only test writes go there."""
+
+    @property
+    def region(self) -> Region:
+        """Its units are what one test write fills."""
+
+    def fill(self, unit: int, data: bytes) -> None:
+        """Write a whole unit."""
+
+    def read(self, unit: int) -> bytes:
+        """Read a whole unit."""
+
+
 @dataclass(frozen=True, slots=True)
 class Completion:
     """A post has ended and touches local memory no more; `error` is empty when every byte was moved.

@@ -54,6 +54,12 @@ class Drain(Struct, frozen=True, tag="drain"):
     """Accept nothing new; finish what runs."""
 
 
+class Verify(Struct, frozen=True, tag="verify"):
+    """The handoff endpoints of all prefill lanes that there are: check that each can write into this lane."""
+
+    endpoints: list[str]
+
+
 class TokenLogprob(Struct, frozen=True, array_like=True):
     token_id: int
     logprob: float
@@ -138,7 +144,13 @@ class LaneState(Struct, frozen=True, tag="lane"):
     """Nothing new is accepted; the whole group drains together."""
     drained: bool = False
     """No lane of the group has anything left to do: its pods may end."""
+    fabric_peers: int = 0
+    """Prefill lanes that this decode lane knows of."""
+    fabric_verified: int = 0
+    """Those of them whose test write has arrived."""
+    fabric_error: str = ""
+    """Of one of the others: who, over what, why, and what to check."""
 
 
-ToEngine: TypeAlias = Watch | Submit | Cancel | Drain
+ToEngine: TypeAlias = Watch | Submit | Cancel | Drain | Verify
 FromEngine: TypeAlias = Admitted | Output | Failed | LaneState

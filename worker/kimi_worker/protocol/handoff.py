@@ -144,9 +144,30 @@ class Release(Struct, frozen=True, tag="release"):
     peer_epoch: int
 
 
-ToPrefill: TypeAlias = Hello | Prefill | Query | Abort | Release
-ToDecode: TypeAlias = Hello | Accepted | Refused | Ready | Aborted
-LaneMessage: TypeAlias = Hello | Prefill | Query | Accepted | Refused | Ready | Abort | Aborted | Release
+class Probe(Struct, frozen=True, tag="probe"):
+    """Decode asks for a test write: each rank's pattern of the nonce into its peer's scratch. Repeated until Probed."""
+
+    number: int
+    """Counts probes, not transfers."""
+    epoch: int
+    peer_epoch: int
+    nonce: int
+
+
+class Probed(Struct, frozen=True, tag="probed"):
+    """Every rank's test write is complete, or `error` says why not."""
+
+    number: int
+    epoch: int
+    peer_epoch: int
+    error: str
+
+
+ToPrefill: TypeAlias = Hello | Prefill | Query | Abort | Release | Probe
+ToDecode: TypeAlias = Hello | Accepted | Refused | Ready | Aborted | Probed
+LaneMessage: TypeAlias = (
+    Hello | Prefill | Query | Accepted | Refused | Ready | Abort | Aborted | Release | Probe | Probed
+)
 
 
 # From a lane's leader to each rank of the lane (itself too), in order.
@@ -183,6 +204,21 @@ class Fence(Struct, frozen=True, tag="fence"):
     write: Write
 
 
+class Stamp(Struct, frozen=True, tag="stamp"):
+    """Write the pattern of the nonce into the peer's scratch, read it back if `fence`. Answered by Stamped."""
+
+    key: TransferKey
+    nonce: int
+    fence: bool
+
+
+class Inspect(Struct, frozen=True, tag="inspect"):
+    """Look whether the pattern of the nonce is in the own scratch. Answered by Inspected."""
+
+    number: int
+    nonce: int
+
+
 class Watch(Struct, frozen=True, tag="watch"):
     """From now on (or no longer) transfers may be open: poll the transport about every millisecond."""
 
@@ -193,7 +229,7 @@ class Revoke(Struct, frozen=True, tag="revoke"):
     """Make every descriptor that was ever given out worthless. Answered by Revoked with a new one."""
 
 
-RankCommand: TypeAlias = Connect | Disconnect | Write | Fence | Watch | Revoke
+RankCommand: TypeAlias = Connect | Disconnect | Write | Fence | Stamp | Inspect | Watch | Revoke
 
 
 # From a rank to its leader.
@@ -219,6 +255,18 @@ class Fenced(Struct, frozen=True, tag="fenced"):
     error: str
 
 
+class Stamped(Struct, frozen=True, tag="stamped"):
+    rank: int
+    key: TransferKey
+    error: str
+
+
+class Inspected(Struct, frozen=True, tag="inspected"):
+    rank: int
+    number: int
+    error: str
+
+
 class Disconnected(Struct, frozen=True, tag="disconnected"):
     rank: int
     peer: str
@@ -230,4 +278,4 @@ class Revoked(Struct, frozen=True, tag="revoked"):
     descriptor: bytes
 
 
-RankReport: TypeAlias = Wrote | Fenced | Disconnected | Revoked
+RankReport: TypeAlias = Wrote | Fenced | Stamped | Inspected | Disconnected | Revoked

@@ -50,6 +50,7 @@ class Pod:
             "error": not_ready,
             "max_body_bytes": self.intake.max_body_bytes,
             "lanes": [_lane_state(state) for state in states],
+            "fabric": _fabric(states),
             "memory": {
                 "weights_bytes": sum(state.weights_bytes for state in states),
                 "pages_bytes": sum(state.pages_bytes for state in states),
@@ -98,6 +99,15 @@ class Pod:
         if reason := self.lanes.not_ready:
             code = "draining" if self.lanes.is_draining else "not_ready"
             raise ApiError(503, f"this pod is not ready: {reason}", code=code, is_retryable=True, retry_after_s=1.0)
+
+
+def _fabric(states: list[LaneState]) -> dict[str, object]:
+    """The prefill lanes known to this pod, and how many of them have proven to every lane that they can write here."""
+    return {
+        "peers": max((state.fabric_peers for state in states), default=0),
+        "verified": min((state.fabric_verified for state in states), default=0),
+        "error": next((state.fabric_error for state in states if state.fabric_error), ""),
+    }
 
 
 def _lane_state(state: LaneState) -> dict[str, object]:
