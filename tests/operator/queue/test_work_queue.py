@@ -1,56 +1,21 @@
-"""The work queue in virtual time: hours pass in milliseconds, and every wait is exact."""
+"""The work queue in virtual time."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import random
-import selectors
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any
+from collections.abc import Awaitable, Callable
 
 import pytest
-import structlog
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kimi_operator.errors import ClusterUnavailable
 from kimi_operator.queue import FORGET, QueueSettings, WorkQueue
+from virtual_time import run_virtual
 
 EXACT = QueueSettings(workers=4, base_delay_s=1.0, max_delay_s=60.0, resync_s=300.0, jitter=0.0)
-
-
-class _JumpingSelector(selectors.DefaultSelector):  # type: ignore[misc,valid-type]
-    """Instead of waiting for a timer it moves the loop's clock to it."""
-
-    def __init__(self, loop: VirtualLoop) -> None:
-        super().__init__()
-        self._loop = loop
-
-    def select(self, timeout: float | None = None) -> Any:
-        events = super().select(0)
-        if not events and timeout is None:
-            raise RuntimeError("deadlock: nothing is due and nothing will be")
-        if not events and timeout:
-            self._loop.now_s += timeout
-        return events
-
-
-class VirtualLoop(asyncio.SelectorEventLoop):
-    """An event loop whose time moves only when everything waits."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-        super().__init__(_JumpingSelector(self))
-
-    def time(self) -> float:
-        return self.now_s
-
-
-def run_virtual(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Run a test's coroutine on a virtual loop."""
-    with structlog.testing.capture_logs(), asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        runner.run(main())
 
 
 class Recorder:
