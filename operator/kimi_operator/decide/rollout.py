@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from kimi_operator.api.conditions import Reason
 from kimi_operator.api.deployment import Role
 from kimi_operator.api.status import GroupState
 from kimi_operator.decide.evidence import Scene
@@ -33,22 +34,30 @@ def decide_groups(
 def next_to_roll(
     wanted: Sequence[GroupWanted], seen: Mapping[GroupKey, GroupSeen], decisions: Mapping[GroupKey, GroupDecision]
 ) -> set[GroupKey]:
-    """Outdated groups to replace now, once every updated group is ready: all that serve nobody, else one.
+    """Outdated groups to replace now: all that serve nobody; else one, when every updated group is ready.
 
-    Until then an outdated group that breaks restarts at its own revision: the new one may be the worse. A group that
-    has lost its readiness for a while is counted as one that is down, and is the one to replace. Else groups take turns
-    by index, prefill before decode, so that with two groups a role a pair of equal revisions is always there.
+    While an updated group is not ready, an outdated one that may recover does so at its own revision: the new one may
+    be the worse. A group that has lost its readiness for a while counts as one that is down, and is the one to replace.
+    Else groups take turns by index, prefill before decode, so that with two groups a role a pair of equal revisions is
+    always there.
     """
     outdated = {group.key for group in wanted if group.key in seen and seen[group.key].revision != group.revision}
-    if any(decisions[group.key].state is not GroupState.READY for group in wanted if group.key not in outdated):
-        return set()
+    is_proven = all(decisions[group.key].state is GroupState.READY for group in wanted if group.key not in outdated)
     unready = {key for key in outdated if decisions[key].state is not GroupState.READY}
     unsteady = {key for key in unready if _is_unsteady(seen[key], decisions[key])}
-    if unready - unsteady:
-        return unready - unsteady
-    if len(unsteady) > 1:
+    idle = {key for key in unready - unsteady if is_proven or not _may_recover(seen[key], decisions[key])}
+    if idle:
+        return idle
+    if not is_proven or len(unsteady) > 1:
         return set()
     return unsteady or set(sorted(outdated, key=_turn)[:1])
+
+
+def _may_recover(group: GroupSeen, decision: GroupDecision) -> bool:
+    """Whether a group is on its way back from a restart; not one that starts for the first time, or is stuck."""
+    if decision.reason is Reason.GROUPS_STARTING:
+        return group.restarts > 0
+    return decision.reason in (Reason.GROUP_RESTARTING, Reason.DRAINING, Reason.NODE_LOST)
 
 
 def _is_unsteady(group: GroupSeen, decision: GroupDecision) -> bool:

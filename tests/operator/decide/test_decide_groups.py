@@ -375,6 +375,18 @@ def test_groups_that_serve_nobody_are_replaced_together_unless_the_new_revision_
     assert held[1].keep_template
 
 
+HOPELESS = {
+    "starts for the first time": replace(NEVER, restarts=0),
+    "budget spent": replace(CRASHED, streak=5),
+    "no image": group(pod(0, ready=False, started_s=None, waiting=("ErrImagePull", "no")), pod(1, started_s=None)),
+}
+
+
+@pytest.mark.parametrize("hopeless", HOPELESS.values(), ids=HOPELESS.keys())
+def test_a_group_without_a_prospect_is_replaced_whatever_the_others_do(hopeless: GroupSeen) -> None:
+    assert rolled(decide_rollout(UPDATING, hopeless, STEADY)) == [1]
+
+
 BLOCKS = {
     "capacity": ({"unschedulable": "0/4 nodes are available: 3 Insufficient amd.com/gpu.", "node": None},
                  Reason.INSUFFICIENT_CAPACITY, "3 Insufficient amd.com/gpu"),
