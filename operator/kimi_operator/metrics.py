@@ -29,8 +29,9 @@ class Metrics:
         self._failures = self._counter("kimi_operator_reconcile_failures_total", "Reconciles that ended in an error.")
         self.requests = self._counter("kimi_operator_api_requests_total", "Requests sent.", "verb", "kind")
         self.restarts = self._counter(
-            "kimi_operator_group_restarts_total", "Groups restarted after a failure.", "namespace", "deployment", "role"
-        )
+            "kimi_operator_group_restarts_total", "Groups restarted: one failed, or a pod of it had to leave.",
+            "namespace", "deployment", "role",
+        )  # fmt: skip
         self.groups = Gauge(
             "kimi_operator_groups", "Groups by state.", ("namespace", "deployment", "role", "state"),
             registry=self.registry,
