@@ -10,7 +10,7 @@ def peak_bytes(call: Callable[[], object]) -> int:
 
     Every allocation and release counts, also those inside one operator. The call's result is kept until the end.
     """
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as record:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         result = call()
     events = [event for event in record.profiler.kineto_results.events() if event.name() == "[memory]"]
     now = most = 0

@@ -4,11 +4,12 @@ from torch import Tensor
 
 from kimi_kernels.backend import Backend
 from kimi_kernels.mla import blocks
-from kimi_kernels.mla.blocks import SCRATCH_BYTES, paged
+from kimi_kernels.mla.blocks import BLOCK_ROWS, SCRATCH_BYTES, paged
 from kimi_kernels.mla.reference import absorb_query, expand_output, full, split_kv_b
 from kimi_kernels.mla.table import PageTable
 
 __all__ = [
+    "BLOCK_ROWS",
     "SCRATCH_BYTES",
     "PageTable",
     "absorb_query",

@@ -15,7 +15,9 @@ SCRATCH_BYTES = 256 << 20
 At least one query token, or one request, meets one page; only sizes for which that alone is more exceed it.
 """
 
-_BLOCK_ROWS = 1024
+BLOCK_ROWS = 1024
+"""Most rows that a prompt's queries meet at once. Contexts longer than this and a chunk show no new shapes."""
+
 # Numbers of width one a query and head: largest score (old, new, of the block), sum (old, of the block), shrinkage.
 _SCALARS = 6
 
@@ -80,7 +82,7 @@ def paged(  # noqa: PLR0913 - one cache is described by three of them
     dtype = _wide(q_latent)
     row_bytes = _row_bytes(cache, dtype)
     page_size = cache.shape[1]
-    block = max(1, min(_BLOCK_ROWS, scratch_bytes // 4 // row_bytes) // page_size) * page_size
+    block = max(1, min(BLOCK_ROWS, scratch_bytes // 4 // row_bytes) // page_size) * page_size
     block = min(block, -(-num_cached // page_size) * page_size)
     # A row of the mask and its two arms are a bool and two int64 a cache row.
     token_bytes = num_heads * (width + block + latent_rank + _SCALARS) * dtype.itemsize + block

@@ -32,6 +32,12 @@ def _one_thread() -> None:
 
 
 @pytest.fixture(scope="session")
+def load() -> Callable[[Path], ModuleType]:
+    """load(path) imports a file of another folder of tests."""
+    return load_module
+
+
+@pytest.fixture(scope="session")
 def factory() -> ModuleType:
     """checkpoint_factory: config_json() and write_checkpoint()."""
     return load_module(Path(__file__).parent / "checkpoint_factory.py")
