@@ -131,7 +131,7 @@ def ranks(*, parent: int, settings: Path) -> None:
             name = f"rank {identity.ordinal * pod.parallel.ranks_per_node + local}"
             run = partial(lambda number: build_rank(pod, identity, number).run(), local)
             names[fork_child(f"rank-{local}", identity.run_dir, name, run)] = name
-        wait_for_first(names, identity.run_dir)
+        wait_for_first(names, identity.run_dir, pod.runtime.collectives)
 
     run_child("ranks", identity.run_dir, "ranks", body)
 

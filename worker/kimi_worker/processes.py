@@ -72,13 +72,17 @@ def fork_child(process: str, run_dir: Path, name: str, body: Callable[[], None])
         os._exit(1)
 
 
-def wait_for_first(names: dict[int, str], run_dir: Path) -> None:
-    """Wait until one of the forked children, by pid, has ended; leaves last words for one that could not."""
+def wait_for_first(names: dict[int, str], run_dir: Path, collectives: str) -> None:
+    """Wait until one of the forked children, by pid, has ended; leaves last words for one that could not.
+
+    With `collectives` nccl a watchdog thread of the library aborts a rank whose peer is gone: a consequence, then.
+    """
     pid, status = os.wait()
     code = os.waitstatus_to_exitcode(status)
     if code < 0:
         process = names[pid].replace(" ", "-")
-        _leave(run_dir, process, LastWords(f"{names[pid]}: killed by {signal.Signals(-code).name}", False))
+        is_consequence = collectives == "nccl" and -code == signal.SIGABRT
+        _leave(run_dir, process, LastWords(f"{names[pid]}: killed by {signal.Signals(-code).name}", is_consequence))
 
 
 def _leave(run_dir: Path, process: str, words: LastWords) -> None:

@@ -48,6 +48,30 @@ class Child:
     pidfd: int
 
 
+class LaneStates:
+    """What the pod's lanes have said of themselves."""
+
+    def __init__(self, num_lanes: int) -> None:
+        self._num_lanes = num_lanes
+        self._states: dict[int, LaneState] = {}
+        self.have_served = False
+        """Whether all lanes were ready at a time: the group had assembled, so it drains as a whole."""
+
+    def take(self, lane: int, state: LaneState) -> None:
+        self._states[lane] = state
+        is_complete = len(self._states) == self._num_lanes
+        self.have_served |= is_complete and all(state.ready for state in self._states.values())
+
+    @property
+    def are_drained(self) -> bool:
+        return all(state.drained for state in self._states.values())
+
+    @property
+    def num_left(self) -> int:
+        """Requests under way."""
+        return sum(state.running + state.waiting + state.reserved for state in self._states.values())
+
+
 class Supervisor:
     """Owns the pod's processes from `run` until it returns."""
 
@@ -56,7 +80,7 @@ class Supervisor:
         self._identity = identity
         self._settings_path = settings_path
         self._children: list[Child] = []
-        self._states: dict[int, LaneState] = {}
+        self._states = LaneStates(settings.parallel.lanes_per_node)
         self._told = 0.0
         """When the first signal to end came."""
         self._drain_until: float | None = None
@@ -121,19 +145,15 @@ class Supervisor:
         """Whether the pod was told to end and no lane of its group has anything left to do."""
         if self._drain_until is None:
             return False
-        if not self._is_serving():
+        if not self._states.have_served:
+            # Nothing was ever admitted, and lanes of a group that never assembles do not drain either.
             return time.monotonic() >= self._told + STATE_GRACE_S
-        return all(state.drained for state in self._states.values())
-
-    def _is_serving(self) -> bool:
-        """Whether every lane has ever been ready; a pod that has not started yet has nothing to drain."""
-        states = self._states.values()
-        return len(states) == len(self._lanes) and all(state.ready or state.draining for state in states)
+        return self._states.are_drained
 
     def _wait_ms(self) -> int | None:
         if self._drain_until is None:
             return None
-        until = self._drain_until if self._is_serving() else min(self._drain_until, self._told + STATE_GRACE_S)
+        until = self._drain_until if self._states.have_served else min(self._drain_until, self._told + STATE_GRACE_S)
         return max(0, math.ceil((until - time.monotonic()) * 1000))
 
     def _take_signals(self) -> None:
@@ -150,17 +170,17 @@ class Supervisor:
             for link in self._lanes:
                 link.send(_encode(Drain()))
         if self._drain_until is not None and time.monotonic() >= self._drain_until and not self._is_over():
-            left = sum(state.running + state.waiting + state.reserved for state in self._states.values())
+            left = self._states.num_left
             raise PodFailedError(f"{left} requests were still under way after {self._settings.timeouts.drain_s:g} s")
 
     def _take_states(self) -> None:
-        was_serving = self._is_serving()
+        had_served = self._states.have_served
         for lane, link in enumerate(self._lanes):
             while link.poll(0):
                 message = msgspec.msgpack.decode(link.recv(), type=FromEngine)
                 assert isinstance(message, LaneState)
-                self._states[lane] = message
-        if self._is_serving() and not was_serving:
+                self._states.take(lane, message)
+        if self._states.have_served and not had_served:
             log.info("pod_ready", lanes=len(self._lanes))
 
     def _take_peers(self) -> None:
@@ -174,19 +194,8 @@ class Supervisor:
         ended = [child for child in self._children if child.popen.poll() is not None]
         if not ended or self._is_over():
             return
-        raise PodFailedError(self._blame(ended[0]))
-
-    def _blame(self, first: Child) -> str:
-        """The message of the process that caused the end, which need not be the first to be seen dead."""
-        deadline = time.monotonic() + BLAME_S
-        while True:
-            said = read_last_words(self._identity.run_dir)
-            causes = [words for words in said if not words.is_consequence]
-            if causes:
-                return causes[0].message
-            if time.monotonic() >= deadline:
-                return said[0].message if said else f"{first.process}: {_exit_text(first.popen.returncode)}"
-            time.sleep(0.02)
+        first = ended[0]
+        raise PodFailedError(blame(self._identity.run_dir, f"{first.process}: {_exit_text(first.popen.returncode)}"))
 
     def _end_api(self) -> None:
         """Let the API process send the last answers."""
@@ -205,6 +214,22 @@ class Supervisor:
         for child in self._children:
             child.popen.wait()
             os.close(child.pidfd)
+
+
+def blame(run_dir: Path, otherwise: str) -> str:
+    """The message of the process that caused the end, which need not be the first to be seen dead.
+
+    `otherwise` is said when no process has left a message.
+    """
+    deadline = time.monotonic() + BLAME_S
+    while True:
+        said = read_last_words(run_dir)
+        causes = [words for words in said if not words.is_consequence]
+        if causes:
+            return causes[0].message
+        if time.monotonic() >= deadline:
+            return said[0].message if said else otherwise
+        time.sleep(0.02)
 
 
 def run_pod(settings: WorkerSettings, identity: PodIdentity, settings_path: Path) -> int:

@@ -6,10 +6,13 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
+import msgspec
 import pytest
 from kimi_worker.handoff.moriio import MoriioTransport
 from kimi_worker.handoff.plan import Copy, RegionLayout, Unit
 from kimi_worker.handoff.transport import Completion, Region, TransportError
+from kimi_worker.settings import HandoffSettings
+from pydantic import ValidationError
 
 LAYOUTS = (RegionLayout("pages", Unit.PAGE, 64), RegionLayout("state", Unit.SLOT, 32))
 COPIES = [Copy(0, 0, 128, 64), Copy(0, 128, 0, 64), Copy(1, 32, 0, 32)]
@@ -45,6 +48,8 @@ class Desc:
 
     @classmethod
     def unpack(cls, packed: bytes) -> "Desc":
+        if packed.startswith(b"\xff"):
+            raise RuntimeError("bad msgpack")
         return cls(packed.decode())
 
 
@@ -55,6 +60,10 @@ class Library:
     memory: dict[str, tuple[int, int, int, str]] = field(default_factory=dict)
     """Pointer, size, device and location, by descriptor."""
     calls: list[tuple[Any, ...]] = field(default_factory=list)
+    sessions: list[tuple[tuple[Any, ...], int]] = field(default_factory=list)
+    """Each transfer and the identity of the session that made it."""
+    raises: Exception | None = None
+    """What the bindings answer everything with."""
     statuses: list[Status] = field(default_factory=list)
     reaches: bool = True
     uids: int = 0
@@ -84,7 +93,10 @@ class Session:
             assert to + size <= theirs[1]
             here, there = mine[0] + at, theirs[0] + to
             ctypes.memmove(*((there, here) if kind == "write" else (here, there)), size)
+        if self._library.raises:
+            raise self._library.raises
         self._library.calls.append((kind, self._local.name, self._remote.name, local, remote, sizes, uid))
+        self._library.sessions.append((self._library.calls[-1], id(self)))
         self._library.statuses.append(Status())
         return self._library.statuses[-1]
 
@@ -101,6 +113,8 @@ class Engine:
         self._library.calls.append(("backend", kind, config))
 
     def register_memory(self, pointer: int, size: int, device_id: int, location: str) -> Desc:
+        if self._library.raises:
+            raise self._library.raises
         self._memories += 1
         desc = Desc(f"{self.key}#{self._memories}")
         self._library.memory[desc.name] = (pointer, size, device_id, location)
@@ -164,7 +178,7 @@ def finish(library: Library, state: str = "SUCCESS") -> None:
 
 def test_memory_is_registered_where_it_is(ranks: tuple[Rank, Rank], library: Library) -> None:
     places = [(size, device, location) for _, size, device, location in library.memory.values()]
-    assert places[:3] == [(256, 3, "gpu"), (256, 3, "gpu"), (512, -1, "cpu")]
+    assert places[:2] == [(256, 3, "gpu"), (256, 3, "gpu")]
     assert ("backend", "rdma", {"qp_per_transfer": 4, "enable_notification": False}) in library.calls
 
 
@@ -191,9 +205,14 @@ def test_read_back_reads_every_written_region(ranks: tuple[Rank, Rank], library:
     prefill.transport.post_write(peer, COPIES)
     post = prefill.transport.post_read_back(peer, COPIES)
     assert library.calls[-2:] == [
-        ("read", "prefill/1#3", "decode/1#1", [0, 8], [184, 56], [8, 8], 3),
-        ("read", "prefill/1#3", "decode/1#2", [0], [24], [8], 4),
+        ("read", "prefill/1#1", "decode/1#1", [56, 184], [184, 56], [8, 8], 3),
+        ("read", "prefill/1#2", "decode/1#2", [56], [24], [8], 4),
     ]
+    # Behind the writes: over the very sessions that wrote
+    used = [(call[0], session) for call, session in library.sessions]
+    assert {session for kind, session in used if kind == "read"} == {
+        session for kind, session in used if kind == "write"
+    }
     finish(library)
     assert Completion(post) in prefill.transport.poll()
 
@@ -280,6 +299,42 @@ def test_wrong_descriptors_are_errors(ranks: tuple[Rank, Rank], library: Library
     fewer = decode.transport.register(decode.regions[:1])
     with pytest.raises(TransportError, match="has 1 regions, this rank 2"):
         prefill.transport.connect(fewer)
+
+
+@pytest.mark.parametrize("field", ["engine", "memories"])
+def test_malformed_descriptor_is_an_error_and_leaves_no_peer(
+    ranks: tuple[Rank, Rank], library: Library, field: str
+) -> None:
+    prefill, decode = ranks
+    descriptor = msgspec.msgpack.decode(decode.descriptor)
+    descriptor[field] = b"\xff" if field == "engine" else [b"\xff", b"\xff"]
+    with pytest.raises(TransportError, match="cannot connect to engine decode/1: bad msgpack"):
+        prefill.transport.connect(msgspec.msgpack.encode(descriptor))
+    # The true one is still welcome
+    assert prefill.transport.connect(decode.descriptor) == "decode/1"
+
+
+def test_memory_that_cannot_be_registered_is_an_error(ranks: tuple[Rank, Rank], library: Library) -> None:
+    library.raises = RuntimeError("ibv_reg_mr failed")
+    with pytest.raises(TransportError, match="cannot register memory: ibv_reg_mr failed"):
+        ranks[0].transport.revoke()
+
+
+def test_transfer_that_cannot_be_posted_is_an_error_of_its_post(ranks: tuple[Rank, Rank], library: Library) -> None:
+    prefill, decode = ranks
+    peer = prefill.transport.connect(decode.descriptor)
+    library.raises = RuntimeError("queue pair is in error")
+    post = prefill.transport.post_write(peer, COPIES)
+    text = "transfer with decode/1 was not posted: queue pair is in error"
+    assert prefill.transport.poll() == [Completion(post, text, settled=False)]
+
+
+def test_settings_without_the_fence_are_refused() -> None:
+    with pytest.raises(ValidationError, match="set fence to read_back"):
+        HandoffSettings(transport="moriio")
+    with pytest.raises(ValidationError, match="set fence to read_back"):
+        HandoffSettings.model_validate({"transport": "moriio", "fence": "none"})
+    assert HandoffSettings(transport="moriio", fence="read_back").transport == "moriio"
 
 
 def test_missing_library_says_where_it_comes_from(monkeypatch: pytest.MonkeyPatch) -> None:

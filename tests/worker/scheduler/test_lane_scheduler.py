@@ -132,6 +132,19 @@ def test_no_more_than_max_num_seqs_run_and_the_queue_is_first_in_first_out() -> 
     assert {share.request.request_id for share in lane.schedule()} == {"r0", "r2", "r3", "r4"}
 
 
+def test_large_request_at_the_head_is_waited_for_and_not_overtaken() -> None:
+    """First in, first out: what does not fit holds back what would, so that nothing large starves."""
+    lane, cache = scheduler(num_pages=4), Cache(4)
+    for name, num_tokens in (("holds", 8), ("large", 12), ("small", 3)):
+        lane.submit(request(name, num_tokens, max_tokens=1))
+    steps = []
+    while lane.has_work:
+        shares = lane.schedule()
+        steps.append([share.request.request_id for share in shares])
+        lane.complete(shares, cache.execute(shares))
+    assert steps == [["holds"], ["large", "small"]]
+
+
 def test_full_queue_and_impossible_prompts_are_refused_and_leave_nothing() -> None:
     lane = scheduler(max_queued=1)
     lane.submit(request("first", 4))

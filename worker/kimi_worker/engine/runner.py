@@ -20,7 +20,7 @@ from kimi_worker.settings import WorkerSettings
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes of this rank's device. `free_bytes` is 0 where the device cannot tell."""
+    """Bytes of this rank's device. `free_bytes` is what is left now; 0 where the device cannot tell."""
 
     weights_bytes: int
     pages_bytes: int
@@ -42,7 +42,7 @@ class Runner:
         self._model: Kimi | None = None
         self._caches: Caches | None = None
         self._config: KimiConfig | None = None
-        self._memory: Memory | None = None
+        self._weights_bytes = 0
         self._layout_hash = ""
 
     @property
@@ -64,9 +64,10 @@ class Runner:
 
     @property
     def memory(self) -> Memory:
-        """Figures as they were right after loading."""
-        assert self._memory is not None, "load() first"
-        return self._memory
+        """Ask after the first steps: what they allocate stays allocated."""
+        device = self._groups.device
+        free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+        return Memory(self._weights_bytes, self.caches.pages_bytes, self.caches.slots_bytes, free)
 
     def load(self) -> None:
         """Check the checkpoint, read this rank's weights, allocate the caches, wait until every rank has done so.
@@ -91,8 +92,7 @@ class Runner:
         self._layout_hash = layout_hash(
             checkpoint.config, groups.place.tp_size, settings.limits, settings.runtime, source.fingerprint()
         )
-        free = torch.cuda.mem_get_info(groups.device)[0] if groups.device.type == "cuda" else 0
-        self._memory = Memory(source.loaded_bytes, self._caches.pages_bytes, self._caches.slots_bytes, free)
+        self._weights_bytes = source.loaded_bytes
         # Loading times differ by more than a collective may take.
         groups.wait_for_all("loaded")
 

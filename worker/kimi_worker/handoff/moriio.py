@@ -4,14 +4,14 @@ Not run on hardware: written against the library's documented interface and test
 
 What its documentation and its users' reports make this module do:
 - A successful status means that the sender's NIC is done; the bytes may not yet be visible in the peer's memory. So
-  `handoff.fence` must be `read_back`: a read behind the writes of every region, over the same session, pushes them out.
+  `handoff.fence` must be `read_back`: a read behind the writes of every region, over the session that wrote them,
+  pushes them out. A session is between two memories, so the read brings the bytes back to where they came from.
 - `session.batch_write` and `batch_read` want lists and return one status; the engine's methods of the same names
   return one status a copy. Only sessions are used here, and both shapes are accepted.
 - Target-side notifications stay off: nobody here takes them, and a full queue of them fails later transfers.
 - Posted work cannot be called back: a disconnected post completes when its queue pair has given up.
 """
 
-import ctypes
 import importlib
 import socket
 from collections.abc import Sequence
@@ -20,13 +20,14 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kimi_worker.handoff.plan import READ_BACK_BYTES, READ_BACK_LIMIT, Copy, read_back_targets
+from kimi_worker.handoff.plan import Copy, read_back_targets
 from kimi_worker.handoff.transport import Completion, Region, TransportError
 
 if TYPE_CHECKING:
     from mori import io as mori_io
 
-SCRATCH_BYTES = READ_BACK_BYTES * READ_BACK_LIMIT
+LIBRARY_ERRORS = (RuntimeError, ValueError, TypeError, OSError)
+"""What its bindings raise: they translate C++ exceptions."""
 HOST_DEVICE_ID = -1
 """MoRI's device of host memory."""
 
@@ -44,10 +45,8 @@ class _Descriptor(msgspec.Struct, frozen=True):
 class _Peer:
     engine: "mori_io.EngineDesc"
     num_bytes: list[int]
-    write_sessions: list["mori_io.IOEngineSession"]
-    """By region."""
-    read_sessions: list["mori_io.IOEngineSession"]
-    """By region, into the scratch."""
+    sessions: list["mori_io.IOEngineSession"]
+    """By region; one for writes and for the reads behind them, which say nothing of another session's queue pairs."""
 
 
 @dataclass(slots=True)
@@ -79,13 +78,12 @@ class MoriioTransport:
         self._engine: mori_io.IOEngine | None = None
         self._regions: list[Region] = []
         self._memories: list[mori_io.MemoryDesc] = []
-        self._scratch = ctypes.create_string_buffer(SCRATCH_BYTES)
         self._peers: dict[str, _Peer] = {}
         self._posts: dict[int, _Post] = {}
         self._last_post = 0
 
     def register(self, regions: Sequence[Region]) -> bytes:
-        """Register the rank's memory once and return its descriptor for peers."""
+        """Register the rank's memory once and return its descriptor for peers. Raises TransportError."""
         self._regions = list(regions)
         return self._open()
 
@@ -97,18 +95,28 @@ class MoriioTransport:
             raise TransportError(f"cannot read the peer's descriptor: {error}") from error
         if len(peer.memories) != len(self._regions):
             raise TransportError(f"engine {peer.key} has {len(peer.memories)} regions, this rank {len(self._regions)}")
+        try:
+            self._peers[peer.key] = self._meet(peer)
+        except LIBRARY_ERRORS as error:
+            raise TransportError(f"cannot connect to engine {peer.key}: {error}") from error
+        return peer.key
+
+    def _meet(self, peer: _Descriptor) -> _Peer:
+        """Raises TransportError, or what the library raises."""
         engine = self._live()
         remote_engine = self._mori.EngineDesc.unpack(peer.engine)
-        engine.register_remote_engine(remote_engine)
         remotes = [self._mori.MemoryDesc.unpack(memory) for memory in peer.memories]
-        *locals_, scratch = self._memories
-        writes = [engine.create_session(local, remote) for local, remote in zip(locals_, remotes, strict=True)]
-        reads = [engine.create_session(scratch, remote) for remote in remotes]
-        if any(session is None for session in [*writes, *reads]):
+        engine.register_remote_engine(remote_engine)
+        sessions = []
+        try:
+            for local, remote in zip(self._memories, remotes, strict=True):
+                sessions.append(engine.create_session(local, remote))
+                if sessions[-1] is None:
+                    raise TransportError(f"no session to engine {peer.key}; check that RDMA devices reach each other")
+        except (TransportError, *LIBRARY_ERRORS):
             engine.deregister_remote_engine(remote_engine)
-            raise TransportError(f"no session to engine {peer.key}; check that RDMA devices reach each other")
-        self._peers[peer.key] = _Peer(remote_engine, peer.num_bytes, writes, reads)
-        return peer.key
+            raise
+        return _Peer(remote_engine, peer.num_bytes, sessions)
 
     def post_write(self, peer: str, copies: Sequence[Copy]) -> int:
         """Start writing into the peer's memory; the post's Completion comes from `poll`."""
@@ -116,30 +124,30 @@ class MoriioTransport:
         known = self._peers.get(peer)
         if known is None:
             return self._last_post
-        for region, session in enumerate(known.write_sessions):
+        for region, session in enumerate(known.sessions):
             mine = [copy for copy in copies if copy.region == region]
             if not mine or post.error:
                 continue
             if max(copy.remote_offset + copy.num_bytes for copy in mine) > known.num_bytes[region]:
                 post.error = f"a copy ends beyond region {self._regions[region].layout.name} of {peer}"
                 continue
-            self._add(post, session.batch_write, [copy.local_offset for copy in mine], mine, session)
+            self._add(post, session.batch_write, mine, session)
         return self._last_post
 
     def post_read_back(self, peer: str, copies: Sequence[Copy]) -> int:
         """Start reading a few bytes of each region that the copies wrote, behind those writes.
 
-        Concurrent reads share the scratch: that they come back is what counts, not what they bring.
+        They come back to where they were written from: that they come is what counts, not what they bring.
         """
         post = self._new_post(peer)
         known = self._peers.get(peer)
         if known is None:
             return self._last_post
         targets = read_back_targets(copies)
-        for region, session in enumerate(known.read_sessions):
+        for region, session in enumerate(known.sessions):
             mine = [target for target in targets if target.region == region]
-            if mine:
-                self._add(post, session.batch_read, [READ_BACK_BYTES * row for row in range(len(mine))], mine, session)
+            if mine and not post.error:
+                self._add(post, session.batch_read, mine, session)
         return self._last_post
 
     def poll(self) -> list[Completion]:
@@ -184,9 +192,18 @@ class MoriioTransport:
         self._memories, self._posts, self._engine = [], {}, None
 
     def _open(self) -> bytes:
-        mori = self._mori
         self._num_engines += 1
         key = f"{self._name}/{self._num_engines}"
+        try:
+            return self._open_as(key)
+        except LIBRARY_ERRORS as error:
+            raise TransportError(
+                f"MoRI-IO engine {key}: cannot register memory: {error}; check the RDMA devices and IPC_LOCK"
+            ) from error
+
+    def _open_as(self, key: str) -> bytes:
+        """Raises what the library raises."""
+        mori = self._mori
         engine = self._engine = mori.IOEngine(key, mori.IOEngineConfig(host=self._host, port=0))
         backend = mori.RdmaBackendConfig(qp_per_transfer=self._qp_per_transfer, enable_notification=False)
         engine.create_backend(mori.BackendType.RDMA, backend)
@@ -196,8 +213,6 @@ class MoriioTransport:
             memory = engine.register_memory(region.pointer, region.num_bytes, device_id, places[region.device])
             self._memories.append(memory)
         exported = [memory.pack() for memory in self._memories]
-        scratch = engine.register_memory(ctypes.addressof(self._scratch), SCRATCH_BYTES, HOST_DEVICE_ID, places["cpu"])
-        self._memories.append(scratch)
         num_bytes = [region.num_bytes for region in self._regions]
         return msgspec.msgpack.encode(_Descriptor(key, engine.get_engine_desc().pack(), exported, num_bytes))
 
@@ -216,12 +231,16 @@ class MoriioTransport:
         self,
         post: _Post,
         operation: "mori_io.BatchOperation",
-        local_offsets: list[int],
         copies: Sequence[Copy],
         session: "mori_io.IOEngineSession",
     ) -> None:
+        local_offsets = [copy.local_offset for copy in copies]
         remote_offsets = [copy.remote_offset for copy in copies]
         sizes = [copy.num_bytes for copy in copies]
         post.was_posted = True
-        result = operation(local_offsets, remote_offsets, sizes, session.allocate_transfer_uid())
+        try:
+            result = operation(local_offsets, remote_offsets, sizes, session.allocate_transfer_uid())
+        except LIBRARY_ERRORS as error:
+            post.error = f"transfer with {post.peer} was not posted: {error}"
+            return
         post.statuses += list(result) if isinstance(result, (list, tuple)) else [result]

@@ -39,7 +39,11 @@ class Rendezvous:
 
 
 class Collective:
-    """The collectives of one set of ranks. Every call blocks until done and raises CollectiveError."""
+    """The collectives of one set of ranks. They raise CollectiveError when a peer is gone or too slow.
+
+    Over gloo a call blocks until it is done. Over RCCL it only orders the GPU's streams and returns; a dead peer shows
+    at a later call or when results are read, or the library's watchdog aborts the process (SIGABRT) at the time-out.
+    """
 
     def __init__(
         self, backend: "dist.ProcessGroupGloo | dist.ProcessGroupNCCL", rank: int, size: int, name: str

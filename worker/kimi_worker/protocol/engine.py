@@ -134,7 +134,7 @@ class LaneState(Struct, frozen=True, tag="lane"):
     pages_bytes: int = 0
     slots_bytes: int = 0
     free_bytes: int = 0
-    """Device memory left after loading, in bytes; 0 where the device cannot tell."""
+    """Device memory left once the largest steps have run, in bytes; 0 where the device cannot tell."""
     steps: int = 0
     step_s: float = 0.0
     """Duration of the last step, in seconds."""

@@ -2,8 +2,8 @@
 
 A request is its tokens and how many of them are computed, so that a prompt, a chunk of one, a decode and a
 recomputation are one thing. The queue is first in, first out, and memory for all tokens of a request is taken when it
-leaves the queue. Decodes go first; when they run out of pages, the youngest request gives its memory back and is
-computed anew later.
+leaves the queue: a large request at its head holds back smaller ones that would fit, and so never starves. Decodes go
+first; when they run out of pages, the youngest request gives its memory back and is computed anew later.
 """
 
 from collections import deque
