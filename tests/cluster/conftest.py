@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterator
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,8 @@ from kimi_localcluster.testing import temporary_namespace
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = {ROOT / "examples/tiny-k3": "/opt/kimi/tiny-k3"}
+OPERATOR = "system:serviceaccount:kimi-system:kimi-operator"
+WRITES = ("create", "update", "patch", "delete", "deletecollection")
 
 
 @pytest.fixture(scope="session")
@@ -37,3 +42,23 @@ def namespace(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[str]
     name = f"t-{request.node.name.replace('_', '-').replace('[', '-').rstrip(']')}"
     with temporary_namespace(cluster, name[:63].rstrip("-").lower()) as created:
         yield created
+
+
+@pytest.fixture
+def written_by_operator(cluster: Cluster) -> Callable[[float], Counter[tuple[str, str]]]:
+    """Watches for some seconds what the operator writes, lease renewals aside, in the API server's own audit log."""
+
+    def watch(for_s: float) -> Counter[tuple[str, str]]:
+        log = cluster.logs("audit")
+        start, end = log.stat().st_size, time.monotonic() + for_s
+        cluster.wait_for("the end of the watch", lambda: time.monotonic() > end, timeout_s=for_s + 30)
+        with log.open() as file:
+            file.seek(start)
+            entries = [json.loads(line) for line in file if line.endswith("\n")]
+        own = [one for one in entries if one["user"].get("username") == OPERATOR]
+        assert own, "the operator's lease renewals must be in the log, or it is not the log"
+        writes = Counter((one["verb"], one["objectRef"]["resource"]) for one in own if one["verb"] in WRITES)
+        writes.pop(("update", "leases"), None)
+        return writes
+
+    return watch

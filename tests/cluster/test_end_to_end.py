@@ -1,12 +1,15 @@
-"""The main job from end to end: chart, resource, needles, a killed rank, needles again, deletion, nothing left."""
+"""The main job from end to end: chart, resource, needles, a killed rank, a deleted pod, needles, nothing left."""
 
 import importlib.util
 import json
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+import yaml
 from kimi_localcluster.cluster import Cluster
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(2400)]
@@ -14,6 +17,9 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(2400)]
 ROOT = Path(__file__).parents[2]
 # Four pods with two ranks each start side by side on this machine's few cores.
 PATIENT_S = 900
+REST_S = 60
+# After a restart: enough to find a group that came back wrong.
+FEW = ("--concurrency", "1,16")
 KILL_ONE_RANK = """
 import os, pathlib, signal
 comms = {int(p.parent.name): p.read_text().strip() for p in pathlib.Path('/proc').glob('[0-9]*/comm')}
@@ -54,24 +60,53 @@ def children(cluster: Cluster) -> list[str]:
     return [f"{one['kind']}/{one['metadata']['name']}" for one in found]
 
 
-def test_one_apply_serves_survives_a_dead_rank_and_leaves_nothing(cluster: Cluster) -> None:
+def restarts(cluster: Cluster) -> dict[str, int]:
+    return {role: int(group(cluster, role)["restarts"]) for role in ("prefill", "decode")}
+
+
+def wait_for_restart(cluster: Cluster, role: str, before: dict[str, int]) -> None:
+    """One restart of one group, and Ready again."""
+    expected = before | {role: before[role] + 1}
+    cluster.wait_for(
+        f"the whole {role} group restarts once", lambda: restarts(cluster) == expected, timeout_s=PATIENT_S
+    )
+    demo.wait_ready(cluster, timeout_s=PATIENT_S)
+    assert restarts(cluster) == expected
+
+
+def test_one_apply_serves_survives_a_dead_rank_and_leaves_nothing(
+    cluster: Cluster, tmp_path: Path, written_by_operator: Callable[[float], Counter[tuple[str, str]]]
+) -> None:
     demo.install(cluster)
+    # First with a folder that holds no checkpoint: the workers end, and what they say is told.
+    tmp_path.chmod(0o755)
+    wrong = yaml.safe_load((demo.MANIFESTS / "2p2d.yaml").read_text())
+    wrong["spec"]["model"]["checkpoint"]["hostPath"]["path"] = str(tmp_path)
+    cluster.apply(demo.MANIFESTS / "profile.yaml")
+    cluster.apply(wrong, namespace=demo.NAMESPACE)
+    cluster.wait_for(
+        "the missing checkpoint is told",
+        lambda: demo.conditions(cluster).get("WeightsReady", {}).get("reason") == "WeightsMissing",
+        timeout_s=PATIENT_S,
+    )
+    # Mended, it becomes ready without anybody's help.
     demo.deploy(cluster)
     demo.wait_ready(cluster, timeout_s=PATIENT_S)
+    assert demo.conditions(cluster)["WeightsReady"]["status"] == "True"
+
     with demo.reference(cluster) as reference_url:
         needles(cluster, reference_url)
-        assert group(cluster, "decode")["restarts"] == 0
+        assert not written_by_operator(REST_S), "nothing is written while all is well"
+        before = restarts(cluster)
 
         cluster.kubectl("exec", "k3-decode-0-1", "--", "python", "-c", KILL_ONE_RANK)
-        cluster.wait_for(
-            "the whole decode group restarts once",
-            lambda: group(cluster, "decode")["restarts"] == 1,
-            timeout_s=PATIENT_S,
-        )
-        demo.wait_ready(cluster, timeout_s=PATIENT_S)
-        needles(cluster, reference_url, "--seed", "2")
-        assert group(cluster, "decode")["restarts"] == 1
-        assert group(cluster, "prefill")["restarts"] == 0
+        wait_for_restart(cluster, "decode", before)
+        needles(cluster, reference_url, "--seed", "2", *FEW)
+
+        before = restarts(cluster)
+        cluster.kubectl("delete", "pod", "k3-prefill-0-1", "--wait=false")
+        wait_for_restart(cluster, "prefill", before)
+        needles(cluster, reference_url, "--seed", "3", *FEW)
 
     cluster.kubectl("delete", "kimideployment", "k3", "--namespace", "default")
     cluster.wait_for("nothing of the deployment is left", lambda: not children(cluster), timeout_s=PATIENT_S)
