@@ -227,7 +227,8 @@ async def test_a_slow_client_holds_its_stream_back(start_pod: PodFactory) -> Non
     async with stub_pods(await report_of(decode), pour) as [stub]:
         async with routing(router_settings([prefill], [], decode_service=stub.address)) as url, client(url) as http:
             async with http.stream("POST", "/v1/completions", json={**ASK, "stream": True}) as reply:
-                await anext(reply.aiter_bytes())
+                parts = reply.aiter_bytes()  # kept: a response ends with its iterator
+                await anext(parts)
                 await asyncio.wait_for(is_full.wait(), 60)
     assert sent > 0
 
