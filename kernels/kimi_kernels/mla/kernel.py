@@ -11,7 +11,7 @@ from kimi_kernels.mla.table import PageTable
 BLOCK_HEADS = 16
 """Heads of a program: the height of an MFMA tile."""
 BLOCK_ROWS = 32
-"""Cache rows of one round in 2-byte types, half as many in fp32: 36 KiB of the 64 KiB that a compute unit shares."""
+"""Cache rows of one round in 2-byte types, half as many in fp32: 32 of the 64 KiB that a compute unit shares."""
 NUM_WARPS = 4
 
 # Two programs for each of the 304 compute units of MI300X, and no split below so many rows.
