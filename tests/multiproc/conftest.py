@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "worker/model"))
 
 from worker_pods import Answer, Pods, pod_settings, write_random_checkpoint
 

@@ -4,7 +4,6 @@ Run as a script, this file is the rank processes: it imports torch once and fork
 """
 
 import contextlib
-import importlib.util
 import json
 import math
 import os
@@ -120,20 +119,12 @@ def main(path: str) -> None:
 # --- the tests -------------------------------------------------------------------------------------------------------
 
 
-def factory() -> Any:
-    path = Path(__file__).parents[1] / "worker" / "model" / "checkpoint_factory.py"
-    spec = importlib.util.spec_from_file_location("checkpoint_factory", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    import checkpoint_factory  # noqa: PLC0415 - on the path of the tests, not of the rank processes
+
     folder = tmp_path_factory.mktemp("checkpoint")
-    factory().write_checkpoint(folder, seed=5)
+    checkpoint_factory.write_checkpoint(folder, seed=5)
     return str(folder)
 
 
