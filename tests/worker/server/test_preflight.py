@@ -1,7 +1,9 @@
 """What a pod finds out about its checkpoint before it starts anything that takes minutes."""
 
 import json
+import os
 import shutil
+import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +11,8 @@ from pathlib import Path
 import pytest
 from kimi_worker.model.config import read_config, read_end_ids
 from kimi_worker.preflight import PREFLIGHT_ERRORS, check_pod
+from kimi_worker.server.app import serve
+from kimi_worker.server.listen import PortError
 from kimi_worker.server.text import Tokenizer
 from kimi_worker.settings import PodIdentity, standalone_settings
 
@@ -63,6 +67,14 @@ def test_a_fault_of_the_checkpoint_is_named_before_anything_starts(
     spoil(folder)
     with pytest.raises(PREFLIGHT_ERRORS, match=said):
         check(folder)
+
+
+async def test_a_port_of_the_api_that_is_held_is_named_with_its_holder(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        port = holder.getsockname()[1]
+        settings = standalone_settings(TINY, port, 8192)
+        with pytest.raises(PortError, match=rf"port {port} .*: Address already in use; process {os.getpid()} \("):
+            await serve(settings, PodIdentity(run_dir=tmp_path))
 
 
 def test_the_engine_and_the_api_end_answers_at_the_same_ids(folder: Path) -> None:
