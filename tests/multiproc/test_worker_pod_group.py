@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from worker_pods import Answer, LaneClient, Pod, Pods, pod_settings
+from worker_pods import Answer, LaneClient, Pod, Pods, disturb, listening_ports, pod_settings
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(600)]
 
@@ -75,6 +75,25 @@ def test_idle_group_costs_no_cpu(group: list[Pod], lanes: list[LaneClient]) -> N
     used = sum(pod.cpu_s() for pod in group) - sum(before)
     share = used / (time.monotonic() - begun)
     assert share < 0.05, f"an idle group of 10 processes used {share:.1%} of a core"
+
+
+def test_no_stranger_ends_the_group_by_any_port(
+    group: list[Pod], lanes: list[LaneClient], prompts: dict[str, list[int]], reference: dict[str, Answer]
+) -> None:
+    """Every port that its processes listen on: ours, those of gloo, and that of torch's rendezvous store."""
+    store = group[0].settings["ports"]["rendezvous"]
+    ports = set[int]().union(*(listening_ports(pod) for pod in group))
+    assert {group[0].settings["ports"]["coordinator"], group[0].settings["ports"]["api"], store} <= ports
+    running = [submit_all(lane, prompts) for lane in lanes]
+    for port in sorted(ports):
+        disturb(port)
+    for lane, ids in zip(lanes, running, strict=True):
+        assert_equal(lane.finish(ids), prompts, reference)
+    for port in sorted(ports):
+        disturb(port)
+    for lane in lanes:
+        lane.wait_idle()
+        assert_equal(lane.finish(submit_all(lane, prompts)), prompts, reference)
 
 
 @pytest.mark.parametrize("is_busy", [False, True])

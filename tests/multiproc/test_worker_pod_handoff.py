@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from worker_pods import Answer, LaneClient, Pod, Pods, pod_settings, wait_until
+from worker_pods import Answer, LaneClient, Pod, Pods, disturb, listening_ports, pod_settings, wait_until
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(600)]
 
@@ -94,6 +94,36 @@ def test_cancel_at_every_stage_frees_both_sides(
             decode.cancel(request_id)
         prefill.wait_idle()
         decode.wait_idle()
+
+
+def test_no_stranger_ends_a_handoff_by_any_port(
+    pair: tuple[Pod, Pod],
+    lanes: tuple[LaneClient, LaneClient],
+    prompts: dict[str, list[int]],
+    reference: dict[str, Answer],
+) -> None:
+    """UCX's ports among them."""
+    prefill, decode = lanes
+    ports = set[int]().union(*map(listening_ports, pair))
+    assert {pod.settings["ports"]["handoff"] for pod in pair} <= ports
+    for _ in range(2):
+        ids = [decode.submit(prompt, endpoint(prefill), max_tokens=24) for prompt in prompts.values()]
+        for port in sorted(ports):
+            disturb(port)
+        for name, answer in zip(prompts, decode.finish(ids), strict=True):
+            assert (answer.failed, answer.tokens) == (None, reference[name].tokens)
+    prefill.wait_idle()
+    decode.wait_idle()
+
+
+def test_what_is_no_endpoint_is_an_error_of_its_request(pods: Pods, random_checkpoint: Path) -> None:
+    settings = pod_settings(random_checkpoint, role="decode", handoff={"silence_s": 0.5})
+    [decode] = pods.start(settings, name="decode").wait_ready()
+    wrong = ["tcp://!:1", "tcp://prefill:29600", "tcp://127.0.0.1:0"]
+    for name, answer in zip(wrong, decode.finish([decode.submit([1, 2, 3], name) for name in wrong]), strict=True):
+        assert answer.failed is not None
+        assert (answer.failed.code, name in answer.failed.message) == ("prefill_unreachable", True)
+    decode.wait_idle()
 
 
 def test_unreachable_prefill_lane_is_a_retryable_error(pods: Pods, random_checkpoint: Path) -> None:

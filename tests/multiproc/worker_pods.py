@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -331,3 +332,33 @@ def alive(pids: Iterable[int]) -> list[int]:
             if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
                 running.append(pid)
     return running
+
+
+def listening_ports(pod: Pod) -> set[int]:
+    """TCP ports on which the pod's processes accept connections, whatever library opened them."""
+    inodes = set()
+    for pid in (pod.process.pid, *pod.children().values()):
+        for file in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                inodes.add(str(file.readlink()).removeprefix("socket:[").removesuffix("]"))
+    ports = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in inodes:
+                ports.add(int(fields[1].rpartition(":")[2], 16))
+    return ports
+
+
+NOISE = (b"", b"\0", b"GET / HTTP/1.1\r\n\r\n", b"\xff" + bytes(8) + b"\x7f", bytes(range(256)) * 64, b"\xff" * 4096)
+
+
+def disturb(port: int) -> None:
+    """Scan the port, talk nonsense to it, hang up in the middle of it."""
+    for noise in NOISE:
+        for close in (socket.SHUT_WR, socket.SHUT_RDWR):
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 5) as stranger:
+                stranger.settimeout(0.2)
+                stranger.sendall(noise)
+                stranger.shutdown(close)
+                stranger.recv(4096)
