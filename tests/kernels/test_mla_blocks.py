@@ -1,9 +1,11 @@
 """Attention in blocks: equal to the obvious form at any block sizes, and within its bound of memory at any length."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kimi_kernels import mla
@@ -20,6 +22,7 @@ def normal(seed: int, *shape: int) -> Tensor:
 
 
 RANK, ROPE = 6, 2
+PROFILES = Path(__file__).parents[2] / "operator/kimi_operator/profiles/hardware"
 
 
 def decode_case(seed: int, lengths: tuple[int, ...], page: int, heads: int) -> dict[str, Any]:
@@ -117,6 +120,13 @@ def test_the_released_sizes_stay_within_the_bound() -> None:
     shown = q[:700]
     used = peak_bytes(lambda: mla.paged(shown, cache, ids, 2048, 1.0, latent_rank=512))
     assert mla.SCRATCH_BYTES // 2 < used - 700 * 48 * 512 * 2 <= mla.SCRATCH_BYTES
+
+
+@pytest.mark.parametrize("profile", sorted(PROFILES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_bound_is_a_small_part_of_what_the_planner_sets_aside(profile: Path) -> None:
+    amount = yaml.safe_load(profile.read_text())["spec"]["reserve"]["activations"]
+    assert amount.endswith("Gi")
+    assert float(amount.removesuffix("Gi")) * 2**30 / 8 >= mla.SCRATCH_BYTES
 
 
 class _HostReads(TorchDispatchMode):

@@ -19,7 +19,8 @@ _ENOUGH_PROGRAMS = 608
 _LEAST_ROWS = 256
 
 
-@triton.jit
+# The table is as wide as the longest request of the moment: one variant must do for all widths, compiled before Ready.
+@triton.jit(do_not_specialize=["stride_table"])
 def decode_kernel(  # noqa: PLR0913, PLR0917 - Triton has no structures
     q_ptr,
     cache_ptr,

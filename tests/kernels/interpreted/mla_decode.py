@@ -44,6 +44,8 @@ shapes = [(1, 16, 16, 1), (5, 20, 8, 8), (17, 48, 16, 16)]
 lengths = [(1,), (67, 20, 1), (130, 129, 64, 63, 16)]
 splits = set()
 for sizes, ragged, dtype in itertools.product(shapes, lengths, TOLERANCE):
+    if dtype == torch.bfloat16 and sizes != shapes[-1]:
+        continue
     splits.add(check(ragged, sizes, dtype))
 assert {1, 4, 8} <= splits, splits
 

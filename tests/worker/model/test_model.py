@@ -94,11 +94,11 @@ def test_the_triton_kernels_equal_the_float64_reference(
     checkpoint: Path, reference: ModuleType, tmp_path: Path
 ) -> None:
     """What a GPU runs, launched by the model itself, in Triton's interpreter, which needs a process of its own."""
-    ids = tokens(40, 9)
+    ids = tokens(36, 9)
     job = {
         "checkpoint": str(checkpoint),
         "ids": ids,
-        "sizes": [20, 13, *[1] * 7],
+        "sizes": [20, 13, *[1] * 3],
         "logits": str(tmp_path / "logits.pt"),
     }
     done = subprocess.run(
@@ -108,7 +108,7 @@ def test_the_triton_kernels_equal_the_float64_reference(
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     found = torch.load(tmp_path / "logits.pt")
-    assert sorted(found) == [20, 33, *range(34, 41)]
+    assert sorted(found) == [20, 33, 34, 35, 36]
     want = reference.K3Reference(checkpoint).logits(ids).log_softmax(-1)
     for seen, logits in found.items():
         assert largest_difference(logits.double().log_softmax(-1), want[seen - 1]) < LOGPROB_BOUND
