@@ -13,7 +13,7 @@ def normal(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=generator)
 
 
-for num_requests, heads, key_dim, value_dim in ((0, 2, 16, 16), (1, 1, 16, 8), (3, 2, 24, 40), (5, 3, 128, 128)):
+for num_requests, heads, key_dim, value_dim in ((0, 2, 16, 16), (1, 1, 16, 8), (3, 2, 24, 40), (2, 2, 128, 128)):
     # Views of one layer of a memory of two, and of q and k side by side, as the model has them.
     q, k = kda.l2norm(normal(num_requests, heads, 2, key_dim)).unbind(-2)
     v, beta = normal(num_requests, heads, value_dim).bfloat16(), torch.sigmoid(normal(num_requests, heads))
