@@ -22,9 +22,9 @@ from kimi_worker.protocol.handoff import Inspect, Inspected, Probe, Probed
 
 SCRATCH_UNITS = 16
 """Test writes that a rank can receive at once; probe n goes into unit n modulo this."""
-RETRY_S = 5.0
+RETRY_S = 2.0
 """After a failed check; each further one waits twice as long, up to RETRY_MAX_S."""
-RETRY_MAX_S = 60.0
+RETRY_MAX_S = 15.0
 HINTS = {
     "nixl": "check that UCX_TLS and UCX_NET_DEVICES name a network that both pods are on, and that no policy or "
     "firewall closes ports between them",

@@ -30,7 +30,7 @@ The loop of a lane leader (decode lanes own a DecodeSide, prefill lanes a Prefil
     actions = side.report(report, now)             for each RankReport of any rank of the lane
     side.see(peer, now)                            for each peer whose process answers, before a tick
     actions = side.tick(now)                       at least when now >= side.next_deadline()
-    decode:   begin(request, now), cancel(request_id, now)
+    decode:   begin(request, now), cancel(request_id, now), verify(endpoints, now) for the test writes of fabric.py
     prefill:  computed(key, page_ids, slot, first, now), fail(key, code, message, now)
 
 and performs the actions in order: Send to the peer's control socket, ToRanks to every rank of the lane (each feeds its
