@@ -45,10 +45,13 @@ def namespace(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[str]
 
 
 @pytest.fixture
-def written_by_operator(cluster: Cluster) -> Callable[[float], Counter[tuple[str, str]]]:
-    """Watches for some seconds what the operator writes, lease renewals aside, in the API server's own audit log."""
+def written_by_operator(cluster: Cluster) -> Callable[[float, str], Counter[tuple[str, str]]]:
+    """Watches for some seconds what the operator writes, in the API server's own audit log.
 
-    def watch(for_s: float) -> Counter[tuple[str, str]]:
+    Lease renewals aside, and other namespaces than the given one aside: those of earlier tests may still be going.
+    """
+
+    def watch(for_s: float, namespace: str) -> Counter[tuple[str, str]]:
         log = cluster.logs("audit")
         start, end = log.stat().st_size, time.monotonic() + for_s
         cluster.wait_for("the end of the watch", lambda: time.monotonic() > end, timeout_s=for_s + 30)
@@ -57,7 +60,8 @@ def written_by_operator(cluster: Cluster) -> Callable[[float], Counter[tuple[str
             entries = [json.loads(line) for line in file if line.endswith("\n")]
         own = [one for one in entries if one["user"].get("username") == OPERATOR]
         assert own, "the operator's lease renewals must be in the log, or it is not the log"
-        writes = Counter((one["verb"], one["objectRef"]["resource"]) for one in own if one["verb"] in WRITES)
+        here = [one for one in own if one["objectRef"].get("namespace", "") in ("", "kimi-system", namespace)]
+        writes = Counter((one["verb"], one["objectRef"]["resource"]) for one in here if one["verb"] in WRITES)
         writes.pop(("update", "leases"), None)
         return writes
 

@@ -75,7 +75,7 @@ def wait_for_restart(cluster: Cluster, role: str, before: dict[str, int]) -> Non
 
 
 def test_one_apply_serves_survives_a_dead_rank_and_leaves_nothing(
-    cluster: Cluster, tmp_path: Path, written_by_operator: Callable[[float], Counter[tuple[str, str]]]
+    cluster: Cluster, tmp_path: Path, written_by_operator: Callable[[float, str], Counter[tuple[str, str]]]
 ) -> None:
     demo.install(cluster)
     # First with a folder that holds no checkpoint: the workers end, and what they say is told.
@@ -96,7 +96,7 @@ def test_one_apply_serves_survives_a_dead_rank_and_leaves_nothing(
 
     with demo.reference(cluster) as reference_url:
         needles(cluster, reference_url)
-        assert not written_by_operator(REST_S), "nothing is written while all is well"
+        assert not written_by_operator(REST_S, demo.NAMESPACE), "nothing is written while all is well"
         before = restarts(cluster)
 
         cluster.kubectl("exec", "k3-decode-0-1", "--", "python", "-c", KILL_ONE_RANK)

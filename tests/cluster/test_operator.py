@@ -119,10 +119,10 @@ def test_at_rest_the_operator_writes_nothing(
     operator: Cluster,
     namespace: str,
     waiting: Document,
-    written_by_operator: Callable[[float], Counter[tuple[str, str]]],
+    written_by_operator: Callable[[float, str], Counter[tuple[str, str]]],
 ) -> None:
     settled = operator.wait_for("a status that stands still", still(operator, namespace), timeout_s=PATIENT_S)
-    assert not written_by_operator(REST_S)
+    assert not written_by_operator(REST_S, namespace)
     assert operator.get("kimideployment", "k3", namespace=namespace)["metadata"]["resourceVersion"] == settled
 
 
