@@ -43,7 +43,6 @@ _STATE = {
     "role": "both",
     "group": "0",
     "generation": 1,
-    "revision": "r",
     "layout_hash": "l",
     "ready": True,
     "draining": False,

@@ -83,7 +83,6 @@ def worker_settings(checkpoint: Path, *, role: str, num_lanes: int, max_model_le
         {
             "deployment": "k3",
             "role": role,
-            "revision": "r1",
             "model": {"checkpoint": str(checkpoint), "served_name": MODEL, "max_model_len": max_model_len},
             "parallel": {"ranks_per_node": num_lanes},
             "limits": {"max_num_seqs": 8, "num_pages": max(64, -(-max_model_len // 64)), "num_state_slots": 10},

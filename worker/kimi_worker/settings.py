@@ -149,7 +149,6 @@ class FaultSettings(Section):
 class WorkerSettings(Section):
     deployment: str
     role: Role
-    revision: str = "dev"
     model: ModelSettings
     parallel: ParallelSettings = ParallelSettings()
     runtime: RuntimeSettings = RuntimeSettings()

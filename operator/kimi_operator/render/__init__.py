@@ -21,7 +21,7 @@ def render(inputs: RenderInputs) -> Rendered:
     """
     revisions = {role: role_revision(inputs, role) for role in Role}
     services = [render_headless_service(inputs, role) for role in Role]
-    config_maps = {role: render_worker_config_map(inputs, role, revisions[role]) for role in Role}
+    config_maps = {role: render_worker_config_map(inputs, role) for role in Role}
     groups = [
         render_stateful_set(inputs, GroupKey(role, group), revisions[role], config_maps[role].name)
         for role in Role

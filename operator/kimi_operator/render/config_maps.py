@@ -14,9 +14,9 @@ WORKER_FILE = "worker.json"
 ROUTER_FILE = "router.json"
 
 
-def render_worker_config_map(inputs: RenderInputs, role: Role, revision: str) -> Manifest:
+def render_worker_config_map(inputs: RenderInputs, role: Role) -> Manifest:
     """`<name>-<role>-<hash>`, immutable: running pods keep reading the one that they started with."""
-    settings = to_worker_settings(inputs, role, revision)
+    settings = to_worker_settings(inputs, role)
     name = f"{inputs.owner.name}-{role}-{content_hash(settings)}"
     body = {"data": {WORKER_FILE: json.dumps(settings, indent=2) + "\n"}, "immutable": True}
     return inputs.manifest("v1", "ConfigMap", name, role.value, body)

@@ -27,13 +27,12 @@ SILENCE_S = 15.0
 """Without pings from a peer's process; long steps do not count."""
 
 
-def to_worker_settings(inputs: RenderInputs, role: Role, revision: str) -> dict[str, Any]:
+def to_worker_settings(inputs: RenderInputs, role: Role) -> dict[str, Any]:
     """Content of worker.json."""
     spec, plan, profile = inputs.spec, inputs.plan, inputs.profile.spec
     return {
         "deployment": inputs.owner.name,
         "role": role.value,
-        "revision": revision,
         "model": {
             "checkpoint": CHECKPOINT_PATH,
             "served_name": spec.model.served_name,

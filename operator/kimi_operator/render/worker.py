@@ -63,7 +63,7 @@ def render_stateful_set(inputs: RenderInputs, key: GroupKey, revision: str, conf
 
 def role_revision(inputs: RenderInputs, role: Role) -> str:
     """Hash over what a pod of this role is and reads; not over the number of groups or their restarts."""
-    return revision_of(_pod_template(inputs, role, ""), to_worker_settings(inputs, role, ""))
+    return revision_of(_pod_template(inputs, role, ""), to_worker_settings(inputs, role))
 
 
 def _pod_template(inputs: RenderInputs, role: Role, config_map: str) -> dict[str, Any]:

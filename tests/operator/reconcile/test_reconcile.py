@@ -144,7 +144,8 @@ async def test_no_refused_kind_holds_up_a_restart(stage: Stage, kind: str, statu
     stage.server.faults.append(Fault(status, kind, method="PATCH", message="exceeded quota"))
     template = {"env": [{"name": "A", "value": "B"}]}
     spec = example("2p2d.yaml")["spec"]
-    stage.change_spec(prefill={**spec["prefill"], "template": template}, router={"replicas": 2, "template": template})
+    prefill = {**spec["prefill"], "maxNumSeqs": 4, "template": template}
+    stage.change_spec(prefill=prefill, router={"replicas": 2, "template": template})
     for one in stage.server.of("Service"):
         stage.server.edit("Service", one["metadata"]["name"], spec={**one["spec"], "type": "ExternalName"})
     stage.server.kill(f"{DECODE}-0")

@@ -120,7 +120,6 @@ def test_the_worker_accepts_its_settings(example: str, role: Role) -> None:
     settings = WorkerSettings.model_validate(settings_file(rendered, role))
     plan = inputs.plan.role(role)
     assert settings.model_dump(mode="json").keys() == settings_file(rendered, role).keys()
-    assert settings.revision == rendered.revisions[role]
     assert (settings.limits.num_pages, settings.limits.num_state_slots) == (plan.num_pages, plan.num_state_slots)
     assert settings.parallel.world_size == plan.ranks
 
@@ -338,11 +337,20 @@ def test_what_does_not_change_decode_pods_keeps_their_revision(changes: dict[str
         {"model__checkpoint": {"hostPath": {"path": "/other"}}},
     ],
 )
-def test_what_changes_decode_pods_changes_their_revision_and_name_of_settings(changes: dict[str, Any]) -> None:
+def test_what_changes_decode_pods_changes_their_revision(changes: dict[str, Any]) -> None:
     before, after = render(inputs_of()), render(inputs_of(**changes))
     assert before.revisions[Role.DECODE] != after.revisions[Role.DECODE]
     assert before.revision != after.revision
     assert pod(after, "k3-decode-0")["metadata"]["labels"][LABEL_REVISION] == after.revisions[Role.DECODE]
+
+
+def test_settings_are_made_anew_only_when_their_content_changes() -> None:
+    def name(**changes: Any) -> str:
+        manifests = render(inputs_of(**changes)).manifests
+        return next(one.name for one in manifests if one.kind == "ConfigMap" and one.name.startswith("k3-decode-"))
+
+    assert name(decode__template__env=[{"name": "A", "value": "1"}]) == name()
+    assert name(model__servedName="other") != name()
 
 
 def test_a_new_plan_or_a_new_default_image_changes_the_revision() -> None:

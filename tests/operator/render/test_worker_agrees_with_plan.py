@@ -49,7 +49,7 @@ def test_a_rank_holds_what_was_planned(checkpoint: Path, role: Role, rank: int) 
     assert isinstance(planned.plan, Plan)
     owner, config = Owner("k3", "ns", "uid"), RenderConfig(worker_image="worker:1")
     inputs = RenderInputs(owner, planned.deployment.spec, planned.plan, planned.profile, config)
-    content = to_worker_settings(inputs, role, "v1-00000000")
+    content = to_worker_settings(inputs, role)
     content["model"]["checkpoint"] = str(checkpoint)
     settings = WorkerSettings.model_validate(content)
 

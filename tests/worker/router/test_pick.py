@@ -76,7 +76,7 @@ def test_what_is_missing_is_said(decodes: list[LaneView], prefills: list[LaneVie
 def report(**changes: int) -> PodReport:
     loads = {"running": 0, "waiting": 0, "reserved": 0, "queued_tokens": 0, **changes}
     lane = LaneReport(lane=0, handoff="tcp://p:1", free_pages=64, max_num_seqs=8, **loads)
-    return PodReport("k3", "decode", "0", 1, "r1", "l1", True, False, [lane])
+    return PodReport("k3", "decode", "0", 1, "l1", ready=True, draining=False, lanes=[lane])
 
 
 def test_requests_since_the_last_report_count() -> None:

@@ -30,14 +30,11 @@ def samples(text: str) -> dict[str, float]:
 
 async def test_state(pod: Pod, http: httpx.AsyncClient) -> None:
     state = (await http.get("/state")).json()
-    assert {
-        name: state[name] for name in ("deployment", "role", "group", "generation", "revision", "ready", "draining")
-    } == {
+    assert {name: state[name] for name in ("deployment", "role", "group", "generation", "ready", "draining")} == {
         "deployment": "k3",
         "role": "decode",
         "group": "0",
         "generation": 1,
-        "revision": "r1",
         "ready": True,
         "draining": False,
     }

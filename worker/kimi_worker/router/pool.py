@@ -43,7 +43,6 @@ class PodReport(msgspec.Struct, frozen=True):
     role: str
     group: str
     generation: int
-    revision: str
     layout_hash: str
     ready: bool
     draining: bool

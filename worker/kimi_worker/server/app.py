@@ -43,7 +43,6 @@ class Pod:
             "role": self.settings.role.value,
             "group": self.identity.group,
             "generation": self.identity.generation,
-            "revision": self.settings.revision,
             "layout_hash": states[0].layout_hash if states else "",
             "ready": not_ready is None,
             "draining": self.lanes.is_draining,

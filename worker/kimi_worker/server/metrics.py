@@ -90,7 +90,11 @@ class _LaneCollector(Collector):
             ("pages_used", "Pages in use", [s.num_pages - s.free_pages for s in states]),
             ("slots_total", "State slots of a lane", [s.num_slots for s in states]),
             ("slots_used", "State slots in use", [s.num_slots - s.free_slots for s in states]),
-            ("reservations", "Requests that hold memory and do not run: at prefill, in a handoff or quarantined", [s.reserved for s in states]),
+            (
+                "reservations",
+                "Requests that hold memory and do not run: at prefill, in a handoff or quarantined",
+                [s.reserved for s in states],
+            ),
             ("queued_tokens", "Prompt tokens not yet computed", [s.queued_tokens for s in states]),
             ("transfers_in_flight", "Handoffs in flight", [s.transfers for s in states]),
             ("quarantined", "Reservations in quarantine", [s.quarantined for s in states]),
