@@ -134,6 +134,8 @@ def _router_ready(look: Look) -> Finding:
     router, wanted = look.seen.router, look.router_replicas
     if wanted and router.settled and min(router.ready, router.updated) >= wanted:
         return Finding("True", Reason.PODS_READY, f"{router.ready} of {wanted} pods")
+    if router.refused:
+        return Finding("False", Reason.PODS_REFUSED, f"{router.ready} of {wanted} router pods ready; {router.refused}")
     waiting = next((pod for pod in router.pods if pod.waiting or pod.unschedulable is not None), None)
     why = f"; {waiting.name}: {waiting.unschedulable or ': '.join(waiting.waiting or ())}" if waiting else ""
     return Finding("False", Reason.PODS_NOT_READY, f"{router.ready} of {wanted} router pods ready{why}")

@@ -145,6 +145,8 @@ class RouterSeen:
     updated: int = 0
     settled: bool = False
     """The Deployment's controller has acted on its latest spec."""
+    refused: str = ""
+    """Why its pods cannot be made."""
     pods: tuple[PodSeen, ...] = ()
 
 
@@ -290,6 +292,7 @@ def _router(deployment: Document, pods: list[Document]) -> RouterSeen:
         ready=status.get("readyReplicas", 0),
         updated=status.get("updatedReplicas", 0),
         settled=status.get("observedGeneration", 0) >= metadata.get("generation", 0),
+        refused=_condition(status, "ReplicaFailure").get("message", ""),
         pods=tuple(read_pod(pod) for pod in pods if pod["metadata"]["labels"].get(LABEL_ROLE) == "router"),
     )
 

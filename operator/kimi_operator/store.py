@@ -133,7 +133,11 @@ def trim(document: Document) -> Document:
     elif document["kind"] == "Node":
         document = _trim_node(document)
     elif document["kind"] in _STATUS_READ:
-        document = {**document, "status": _pick(document.get("status", {}), _STATUS_READ[document["kind"]])}
+        status = _pick(document.get("status", {}), _STATUS_READ[document["kind"]])
+        if "conditions" in status:
+            refusals = [one for one in status["conditions"] if one["type"] == "ReplicaFailure"]
+            status["conditions"] = [_pick(one, ("type", "status", "message")) for one in refusals]
+        document = {**document, "status": status}
     metadata = {name: value for name, value in document["metadata"].items() if name != "managedFields"}
     shared: Document = _shared({**document, "metadata": metadata})
     return shared
@@ -152,7 +156,7 @@ _STATUS_READ: dict[str, tuple[str, ...]] = {
     "StatefulSet": (),
     "Service": (),
     "PodDisruptionBudget": (),
-    "Deployment": ("readyReplicas", "updatedReplicas", "observedGeneration"),
+    "Deployment": ("readyReplicas", "updatedReplicas", "observedGeneration", "conditions"),
 }
 """Children's status is their controllers' business: what is not read must not wake anyone when it changes."""
 

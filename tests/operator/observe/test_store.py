@@ -170,3 +170,20 @@ def test_a_config_map_stays_while_pods_of_an_earlier_start_leave() -> None:
     }  # fmt: skip
     children = [stateful_set(2), owned("k3-decode-old"), pod]
     assert not find_leftovers(children, {("StatefulSet", "k3-decode-0")}, observe(children, []), "me")
+
+
+def test_of_a_childs_status_only_what_is_read_counts_as_a_change() -> None:
+    store = Store()
+
+    def put(version: int, kind: str, **status: Any) -> bool:
+        metadata = {"name": "n", "namespace": "ns", "resourceVersion": str(version)}
+        return store.put({"kind": kind, "metadata": metadata, "spec": {}, "status": status})
+
+    assert put(1, "StatefulSet", replicas=0)
+    assert not put(2, "StatefulSet", replicas=2, readyReplicas=2)
+    progress = {"type": "Progressing", "status": "True", "message": "going on"}
+    assert put(1, "Deployment", readyReplicas=1, conditions=[progress])
+    assert not put(2, "Deployment", readyReplicas=1, replicas=2, conditions=[{**progress, "message": "done"}])
+    refusal = {"type": "ReplicaFailure", "status": "True", "message": "quota"}
+    assert put(3, "Deployment", readyReplicas=1, conditions=[progress, refusal])
+    assert put(4, "Deployment", readyReplicas=2, conditions=[progress, refusal])

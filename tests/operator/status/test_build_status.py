@@ -338,6 +338,12 @@ def test_a_router_that_is_not_there_is_named_last() -> None:
     assert found["Available"][0] == "True"
 
 
+def test_a_router_whose_pods_may_not_be_made_says_why() -> None:
+    router = RouterSeen(desired=2, ready=0, settled=True, refused="exceeded quota: pods")
+    found = conditions(look(seen=Observed(look().seen.groups, router, NODES)))
+    assert found["RouterReady"] == ("False", "PodsRefused", "0 of 2 router pods ready; exceeded quota: pods")
+
+
 def test_messages_never_exceed_what_the_schema_allows() -> None:
     dead = {1: {"ready": False, "started_s": None, "ended": Ended("Error", 1, "x" * 9000)}}
     conditions(look(decode=group(DECODE, dead)))
