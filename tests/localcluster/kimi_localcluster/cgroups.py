@@ -88,22 +88,21 @@ class Cgroups:
     def processes(self) -> set[int]:
         """Ids of all processes in the cluster's groups, as the caller sees them."""
         ids: set[int] = set()
-        for procs in self._all(f"{self._top}/**/cgroup.procs"):
+        for group in self.groups():
             try:
-                ids.update(int(line) for line in procs.read_text().split())
+                ids.update(int(line) for line in (group / "cgroup.procs").read_text().split())
             except OSError:  # the group went away meanwhile
                 continue
         # 0 is a process outside the caller's process namespace.
         return ids - {0}
 
     def groups(self, node: int | None = None) -> list[Path]:
-        """Existing groups of the cluster or of one node, parents first."""
+        """Existing groups of the cluster or of one node: in each hierarchy its top, then all that is below."""
         below = self._top if node is None else f"{self._top}/node{node}"
-        found = [group for hierarchy in self.hierarchies() if (group := hierarchy / below).is_dir()]
-        return found + [path for path in self._all(f"{below}/**/") if path not in found and path.is_dir()]
-
-    def _all(self, pattern: str) -> list[Path]:
-        return sorted({path for hierarchy in self.hierarchies() for path in hierarchy.glob(pattern)})
+        tops = [group for hierarchy in self.hierarchies() if (group := hierarchy / below).is_dir()]
+        # os.walk, because groups go away while one looks: it passes over what it cannot read.
+        found = sorted({Path(folder) for top in tops for folder, _, _ in os.walk(top)} - set(tops))
+        return tops + found
 
     def remove(self, *, node: int | None = None, deadline_s: float = 15) -> None:
         """End what still runs in the groups and remove them. Raises LocalClusterError after the deadline.

@@ -404,10 +404,13 @@ def test_a_busy_peer_is_seen_and_one_that_has_ended_is_not(context: Context, add
 def test_a_successor_at_the_same_endpoint_is_not_its_predecessor(context: Context, address: str) -> None:
     here, other = PeerLink(context, address), free_address()
     old = new_context()
-    PeerLink(old, other).send(address, Abort(1, 2, 3), now=0.0)
-    assert collect(here.receive, 1) == [(other, Abort(1, 2, 3))]
-    assert here.heard() == [other]
-    old.destroy(linger=0)
+    try:
+        predecessor = PeerLink(old, other)  # kept: with it its sockets would close, and drop what they have not sent
+        predecessor.send(address, Abort(1, 2, 3), now=0.0)
+        assert collect(here.receive, 1) == [(other, Abort(1, 2, 3))]
+        assert here.heard() == [other]
+    finally:
+        old.destroy(linger=0)
     new = context.socket(zmq.DEALER)
     new.setsockopt(zmq.ROUTING_ID, other.encode())
     new.connect(address)
