@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,8 @@ from kimi_operator.store import Document, Listing, ObjectKey, Store, key_of
 FIELD_MANAGER = "kimi-operator"
 STATUS_MANAGER = "kimi-operator-status"
 REQUEST_TIMEOUT_S = 30.0
+APPLY = "application/apply-patch+yaml; charset=utf-8"
+"""With its parameter the client sends the body as it is; the API server passes over it."""
 PAGE_SIZE = 500
 
 
@@ -109,10 +112,7 @@ class Cluster:
             return False
         answer = await self._call(
             "apply", key,
-            lambda path: self._dynamic.server_side_apply(
-                path, wanted, name=key.name, namespace=key.namespace or None, field_manager=FIELD_MANAGER,
-                force_conflicts=True, serializer=_plain, _request_timeout=REQUEST_TIMEOUT_S,
-            ),
+            lambda path: self._server_side_apply(path.path(key.name, key.namespace or None), wanted, FIELD_MANAGER),
         )  # fmt: skip
         self._accepted.note(wanted, answer)
         self._store.put(answer)
@@ -141,15 +141,17 @@ class Cluster:
         }
         answer = await self._call(
             "status", key,
-            lambda path: self._dynamic.request(
-                "patch", path.path(name=key.name, namespace=key.namespace) + "/status", body=body,
-                content_type="application/apply-patch+yaml", field_manager=STATUS_MANAGER, force_conflicts=True,
-                serializer=_plain, _request_timeout=REQUEST_TIMEOUT_S,
-            ),
+            lambda path: self._server_side_apply(path.path(key.name, key.namespace) + "/status", body, STATUS_MANAGER),
             absent=None,
         )  # fmt: skip
         if answer is not None:
             self._store.put(answer)
+
+    async def _server_side_apply(self, path: str, body: Document, manager: str) -> Any:
+        return await self._dynamic.request(
+            "patch", path, body=as_yaml(body), content_type=APPLY, field_manager=manager, force_conflicts=True,
+            serializer=_plain, _request_timeout=REQUEST_TIMEOUT_S,
+        )  # fmt: skip
 
     async def delete(self, document: Document, grace_s: int | None = None) -> None:
         """Delete exactly this object: another of the same name, or none, is left alone. Its children go with it."""
@@ -251,6 +253,21 @@ def _message(error: ApiException) -> str:
         return str(json.loads(body)["message"])
     except (ValueError, KeyError, TypeError):
         return body[:500] or str(error.reason)
+
+
+def as_yaml(document: Document) -> bytes:
+    """JSON that is also YAML, as which the API server reads what is applied.
+
+    JSON's escapes of a character beyond U+FFFF, two surrogates, are not: those characters are sent as they are. All
+    others beyond ASCII are escaped, since YAML refuses some of them raw.
+    """
+    text = json.dumps(document, ensure_ascii=False)
+    return re.sub("[\x7f-\uffff]", _escaped, text).encode()
+
+
+def _escaped(found: re.Match[str]) -> str:
+    number = ord(found[0])
+    return f"\\u{0xFFFD if 0xD800 <= number <= 0xDFFF else number:04x}"
 
 
 def _plain(_: object, document: Any) -> Any:

@@ -165,7 +165,12 @@ class Reconciler:
         await self.journal.write(step.document, news, step.now_s)
         self.metrics.set_groups(key, step.decisions)
         if status != before:
-            await self.cluster.write_status(ObjectKey("KimiDeployment", *key), metadata["uid"], status)
+            try:
+                await self.cluster.write_status(ObjectKey("KimiDeployment", *key), metadata["uid"], status)
+            except InvalidSpec as error:
+                # What cannot be told must not hold up what is done: no back-off, and the next look tries again.
+                log.error("status_refused", deployment=str(key), error=str(error))
+                return
             # A restart has been told with its group; that Ready is lost by it says nothing new.
             told = {one.reason for one in restarted}
             news = [one for one in news_of(before, status) if one.reason not in told]

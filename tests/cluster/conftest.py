@@ -19,13 +19,6 @@ OPERATOR = "system:serviceaccount:kimi-system:kimi-operator"
 WRITES = ("create", "update", "patch", "delete", "deletecollection")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of one cluster run one after the other, in one process."""
-    for item in items:
-        if "cluster" in item.keywords:
-            item.add_marker(pytest.mark.xdist_group("cluster"))
-
-
 @pytest.fixture(scope="session")
 def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
     """Four nodes with eight GPUs each, for the whole session; a test that breaks something mends it.

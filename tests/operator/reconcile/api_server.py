@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
@@ -23,6 +24,10 @@ Document = dict[str, Any]
 PLURALS = {kind.plural: name for name, kind in KINDS.items()}
 UNANSWERED = 0
 """A status that is none: the connection breaks off."""
+
+
+_SURROGATE = re.compile(rb"(?<!\\)(\\\\)*\\u[dD][89a-fA-F]")
+"""An escape that the API server's YAML does not take, though JSON has it. PyYAML would."""
 
 
 class Key(NamedTuple):
@@ -147,6 +152,8 @@ class ApiServer:
             return _error(error.status, error.message, {})
 
     def _answer(self, request: web.Request, key: Key, rest: list[str], raw: bytes) -> Document:
+        if request.content_type == "application/apply-patch+yaml" and _SURROGATE.search(raw):
+            raise RefusedError(400, "error decoding YAML: found invalid Unicode character escape code")
         body: Document = yaml.safe_load(raw) if raw else {}
         if request.method == "GET":
             return self._list(key, request.query) if not key.name else self._known(key)
@@ -263,10 +270,10 @@ class ApiServer:
             seen = one["metadata"]["generation"]
             self.put({**one, "status": {"readyReplicas": num, "updatedReplicas": num, "observedGeneration": seen}})
 
-    def kill(self, pod: str) -> None:
-        """The pod's container ends; the kubelet has not restarted it yet."""
+    def kill(self, pod: str, message: str = "") -> None:
+        """The pod's container ends, with that for its last words; the kubelet has not restarted it yet."""
         document = copy.deepcopy(self.get("Pod", pod))
-        end = {"exitCode": 137, "reason": "Error", "finishedAt": format_time(self.now_s)}
+        end = {"exitCode": 137, "reason": "Error", "finishedAt": format_time(self.now_s), "message": message}
         document["status"]["containerStatuses"][0] |= {"ready": False, "state": {"terminated": end}}
         document["status"]["conditions"][0] |= {"status": "False", "lastTransitionTime": format_time(self.now_s)}
         self.put(document)

@@ -96,6 +96,24 @@ async def test_what_runs_is_healed_while_its_spec_is_refused(stage: Stage, chang
     assert stage.status()["decode"]["revision"] == before["decode"]["revision"]
 
 
+async def test_whatever_a_dying_pod_says_reaches_the_status(stage: Stage) -> None:
+    """gloo ends its error with a beach: a character that JSON writes as two, and YAML does not read so."""
+    await stage.settle()
+    words = "Connection closed by peer. GLHF! \U0001f3d6\ufe0f \x7f\x85\ufeff\u2028 \\ud83c"
+    stage.server.kill(f"{DECODE}-1", message=words)
+    await stage.look(2)
+    assert words in stage.group("decode")["lastFailure"]["message"]
+    assert stage.generation(DECODE) == 2
+
+
+async def test_a_refused_status_holds_nothing_up(stage: Stage) -> None:
+    await stage.settle()
+    stage.server.faults.append(Fault(422, "KimiDeployment", method="PATCH", message="unknown field"))
+    stage.server.kill(f"{DECODE}-1")
+    assert await stage.look(2) is not None
+    assert stage.generation(DECODE) == 2
+
+
 async def test_back_off_and_budget_hold_while_the_spec_is_refused(stage: Stage) -> None:
     await stage.settle()
     stage.change_spec(nonsense=1)

@@ -30,8 +30,8 @@ from kimi_worker.engine.messages import (
     Wake,
     tcp_address,
 )
-from kimi_worker.protocol.engine import Admitted, FromEngine, Watch, api_socket
-from kimi_worker.protocol.handoff import Abort, Disconnected, Revoke, is_endpoint
+from kimi_worker.protocol.engine import Admitted, FromEngine, Sampling, Watch, api_socket
+from kimi_worker.protocol.handoff import Abort, Disconnected, Prefill, Revoke, is_endpoint
 from kimi_worker.protocol.step import SequenceStep, StepPlan
 
 # Links live as long as their process and are never closed; in a test they are collected before their context ends.
@@ -399,6 +399,27 @@ def test_a_busy_peer_is_seen_and_one_that_has_ended_is_not(context: Context, add
     finally:
         child.kill()
         child.communicate()
+
+
+@pytest.mark.parametrize("greeting", [b"\x01\x00\x02\x00a", bytes.fromhex("ff00000000000000017f0100000200") + b"a"])
+def test_speakers_of_an_old_protocol_are_passed_over(context: Context, address: str, greeting: bytes) -> None:
+    here = PeerLink(context, address)
+    with socket.create_connection(split(address)) as stranger:
+        stranger.sendall(greeting)
+        here.socket.poll(5_000)
+        assert list(here.receive()) == []
+    other = PeerLink(context, free_address())
+    other.send(address, Abort(1, 2, 3), now=0.0)
+    assert [message for _, message in collect(here.receive, 1)] == [Abort(1, 2, 3)]
+
+
+def test_impossible_pages_are_no_message(context: Context, address: str) -> None:
+    here, other = PeerLink(context, address), PeerLink(context, free_address())
+    sampling = Sampling(1)
+    for pages, slot in (([1, 2**60], 0), ([-1], 0), ([1], 2**60), ([1], -1)):
+        other.send(address, Prefill(1, 2, 3, [1], sampling, pages, slot, 1.0), now=0.0)
+    other.send(address, Abort(1, 2, 3), now=0.0)
+    assert [message for _, message in collect(here.receive, 1)] == [Abort(1, 2, 3)]
 
 
 def test_a_successor_at_the_same_endpoint_is_not_its_predecessor(context: Context, address: str) -> None:

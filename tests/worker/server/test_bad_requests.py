@@ -255,6 +255,8 @@ async def test_odd_http_gets_an_openai_error(pod: Pod) -> None:
         {"x-kimi-lane": "one"},
         {"x-kimi-lane": "7"},
         {"x-kimi-lane": "-1"},
+        {"x-kimi-lane": "0000000005"},
+        {"x-kimi-lane": "0" * 10 + "9" * 5000},
         {"x-kimi-lane": "²"},
         {"x-kimi-prefill": "http://example"},
         {"x-kimi-prefill": "tcp://host:port"},

@@ -76,7 +76,9 @@ class InboundConnections:
         with contextlib.suppress(zmq.Again):
             while True:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-                messages.append((int(frames[-1].get(zmq.SRCFD)), [frame.bytes for frame in frames]))
+                # The oldest versions of the protocol do not say whose message it is. Nobody of ours speaks them.
+                with contextlib.suppress(zmq.ZMQError):
+                    messages.append((int(frames[-1].get(zmq.SRCFD)), [frame.bytes for frame in frames]))
         # Afterwards: a message that has arrived has left the event of its connection before.
         reused = self._update()
         return [

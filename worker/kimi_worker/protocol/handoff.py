@@ -5,12 +5,14 @@ A transfer is named by decode: (decode's endpoint, decode's epoch, a number that
 
 import re
 from ipaddress import AddressValueError, IPv4Address, IPv6Address
-from typing import NamedTuple, TypeAlias
+from typing import Annotated, NamedTuple, TypeAlias
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from kimi_worker.protocol.engine import SampledToken, Sampling
 
+Index = Annotated[int, Meta(ge=0, lt=2**31)]
+"""Of a page, a slot or a token. Whether there is such a one is for the receiver to know."""
 _ENDPOINT = re.compile(r"tcp://(?:\[([0-9a-fA-F:.]{2,45})\]|([0-9.]{7,15})):([0-9]{1,5})", re.ASCII)
 
 
@@ -65,11 +67,11 @@ class Prefill(Struct, frozen=True, tag="prefill"):
     number: int
     epoch: int
     peer_epoch: int
-    token_ids: list[int]
+    token_ids: list[Index]
     sampling: Sampling
-    page_ids: list[int]
-    slot: int
-    deadline_s: float
+    page_ids: list[Index]
+    slot: Index
+    deadline_s: Annotated[float, Meta(ge=0, le=1e6)]
     """Seconds from receipt after which decode gives up."""
 
 

@@ -74,7 +74,7 @@ class Pod:
         wanted = request.headers.get("x-kimi-lane")
         if wanted is None:
             return self.lanes.least_busy()
-        if not (wanted.isascii() and wanted.isdigit() and int(wanted[:9]) < len(self.lanes)):
+        if not (wanted.isascii() and wanted.isdigit() and len(wanted) < 10 and int(wanted) < len(self.lanes)):
             raise ApiError.bad("x-kimi-lane", f"got {wanted[:20]!r}; this pod has lanes 0 to {len(self.lanes) - 1}")
         return self.lanes[int(wanted)]
 
