@@ -31,6 +31,10 @@ ANNOTATION_STREAK = f"{GROUP}/restarts-in-a-row"
 ANNOTATION_FAILURE = f"{GROUP}/last-failure"
 """JSON {time, pod, message}: why the group was last restarted."""
 OUT_OF_SERVICE_TAINT = "node.kubernetes.io/out-of-service"
+SIGNALLED = 128
+"""An exit code is this plus the signal's number when a signal ended the container."""
+LOG_TAIL = 300
+"""Characters of a log that are told."""
 log = structlog.get_logger()
 
 
@@ -45,8 +49,12 @@ class Ended:
     at_s: float | None = None
 
     def __str__(self) -> str:
-        said = self.message.strip() or f"exit code {self.exit_code} ({self.reason or 'no reason given'})"
-        return said if self.exit_code == 0 or self.message else f"ended with {said}"
+        how = f"ended with exit code {self.exit_code} ({self.reason or 'no reason given'})"
+        words = self.message.strip()
+        if words and self.exit_code > SIGNALLED:
+            # Killed processes have no last words: these are the end of the log, cut anywhere.
+            return f"{how}; its log ends: {words.splitlines()[-1][-LOG_TAIL:]}"
+        return words or how
 
 
 @dataclass(frozen=True, slots=True)

@@ -253,12 +253,22 @@ def _starting(wanted: GroupWanted, seen: GroupSeen, scene: Scene, policy: GroupP
     running = len(seen.current) == wanted.replicas and all(pod.started_s is not None for pod in seen.current)
     state = GroupState.STARTING if running else GroupState.PENDING
     ready = sum(pod.ready for pod in seen.current)
-    message = blocked.message if blocked else f"{ready} of {wanted.replicas} pods ready"
+    message = blocked.message if blocked else f"{ready} of {wanted.replicas} pods ready{_lost_nodes(seen, scene)}"
     default = Reason.GROUP_RESTARTING if seen.streak else Reason.GROUPS_STARTING
     return GroupDecision(
         wanted.key, state, blocked.reason if blocked else default, message, _stamp(seen), wanted.replicas,
         look_again_s=next_deadline_s(seen, scene, policy.patience), blocked=blocked,
     )  # fmt: skip
+
+
+def _lost_nodes(seen: GroupSeen, scene: Scene) -> str:
+    """What is not ready because its node is not: until the node's grace is over, that alone is known."""
+    lost = sorted(
+        f"node {pod.node} of {pod.name} is NotReady"
+        for pod in seen.current
+        if not pod.ready and (node := scene.node_of(pod)) is not None and not node.ready
+    )
+    return "".join(f"; {one}" for one in lost)
 
 
 def _delay_s(policy: GroupPolicy, streak: int) -> float:

@@ -155,6 +155,21 @@ def test_the_slower_of_two_pods_to_become_ready_is_no_failure() -> None:
     assert decision.message == "1 of 2 pods ready"
 
 
+def test_a_pod_whose_node_is_not_ready_is_told_while_its_grace_lasts() -> None:
+    away = {"n1": NodeSeen("n1", ready=False, ready_changed_s=NOW_S - 5)}
+    decision = decide(group(pod(0), pod(1, ready=False, ready_changed_s=NOW_S - 5)), nodes=away)
+    assert not decision.restarted
+    assert decision.message == f"1 of 2 pods ready; node n1 of {pod(1).name} is NotReady"
+
+
+def test_a_killed_process_is_told_by_its_signal_and_the_end_of_its_log() -> None:
+    log = "x" * 3_000 + '\n{"event": "stepped"}\n'
+    text = "ended with exit code 137 (Error); its log ends: "
+    assert str(Ended("Error", 137, log)) == text + '{"event": "stepped"}'
+    assert str(Ended("Error", 137, "y" * 900)) == text + "y" * 300
+    assert str(Ended("Error", 1, "rank 3: NaN")) == "rank 3: NaN"
+
+
 def test_a_short_loss_of_readiness_is_no_failure() -> None:
     decision = decide(group(pod(0), pod(1, ready=False, ready_changed_s=9_990.0)))
     assert not decision.restarted
