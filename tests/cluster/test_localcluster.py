@@ -351,11 +351,15 @@ def test_second_cluster_runs_beside_and_leaves_nothing(
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_interrupted_start_leaves_nothing(second_name: str, how: signal.Signals) -> None:
     before = Machine.now()
-    up = run_in_background(second_name)
-    wait_until("the API server's process", lambda: len(namespaces_of(second_name)) > 4)
-    namespaces = namespaces_of(second_name)
-    up.send_signal(how)
-    up.communicate(timeout=60)
+    for _ in range(5):
+        up = run_in_background(second_name)
+        wait_until("the API server's process", lambda: len(namespaces_of(second_name)) > 4)
+        namespaces = namespaces_of(second_name)
+        up.send_signal(how)
+        up.communicate(timeout=60)
+        if up.returncode != 0:
+            break
+        Cluster(second_name).down()  # the signal came when the start had just succeeded
     assert up.returncode != 0
     wait_until_nothing_is_left(second_name, before, namespaces)
 

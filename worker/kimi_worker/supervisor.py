@@ -27,7 +27,7 @@ log = structlog.get_logger()
 
 BLAME_S = 0.3
 """After a process has failed: time for the one that caused it to say so."""
-STATE_GRACE_S = 1.0
+STATE_GRACE_S = 5.0
 """After a signal: for lanes to say that they serve. A pod whose lanes do not has nothing to drain."""
 API_GRACE_S = 10.0
 """For the API process to send what it still has, once the lanes are empty."""
@@ -55,12 +55,13 @@ class LaneStates:
         self._num_lanes = num_lanes
         self._states: dict[int, LaneState] = {}
         self.have_served = False
-        """Whether all lanes were ready at a time: the group had assembled, so it drains as a whole."""
+        """Whether the group had assembled, so that it drains as a whole. Lanes say so themselves: on a busy machine the
+        first that is heard of them may be that they drain."""
 
     def take(self, lane: int, state: LaneState) -> None:
         self._states[lane] = state
         is_complete = len(self._states) == self._num_lanes
-        self.have_served |= is_complete and all(state.ready for state in self._states.values())
+        self.have_served |= is_complete and all(state.assembled for state in self._states.values())
 
     @property
     def are_drained(self) -> bool:

@@ -11,10 +11,10 @@ from kimi_worker.protocol.engine import LaneState
 from kimi_worker.supervisor import LaneStates, blame
 
 STARTING = LaneState(0, "tcp://10.0.0.1:1", False, 0, 0, 0, 0, 8, 8, 4, 4, 2)
-READY = msgspec.structs.replace(STARTING, ready=True)
+READY = msgspec.structs.replace(STARTING, ready=True, assembled=True)
 DRAINING = msgspec.structs.replace(STARTING, draining=True)
-DRAINED = msgspec.structs.replace(DRAINING, drained=True)
-BUSY = msgspec.structs.replace(DRAINING, running=1, reserved=2)
+BUSY = msgspec.structs.replace(READY, ready=False, draining=True, running=1, reserved=2)
+DRAINED = msgspec.structs.replace(BUSY, running=0, reserved=0, drained=True)
 
 
 def test_a_pod_whose_group_never_assembled_has_nothing_to_drain() -> None:
@@ -37,6 +37,12 @@ def test_a_pod_that_was_ready_drains_until_every_lane_says_so() -> None:
     assert (states.have_served, states.are_drained, states.num_left) == (True, False, 3)
     states.take(0, DRAINED)
     assert states.are_drained
+
+
+def test_a_busy_pod_of_which_nothing_was_heard_before_its_end_drains() -> None:
+    states = LaneStates(1)
+    states.take(0, BUSY)
+    assert (states.have_served, states.are_drained) == (True, False)
 
 
 def say(run_dir: Path, process: str, message: str, *, is_consequence: bool) -> None:

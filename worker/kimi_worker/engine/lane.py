@@ -229,6 +229,7 @@ class LaneEngine:
             preemptions=scheduler.num_preemptions,
             draining=self.is_draining,
             drained=self.is_drained,
+            assembled=self.is_assembled,
             fabric_peers=fabric.num_peers if fabric is not None else 0,
             fabric_verified=fabric.num_verified if fabric is not None else 0,
             fabric_error=fabric.error if fabric is not None else "",

@@ -150,6 +150,8 @@ class LaneState(Struct, frozen=True, tag="lane"):
     """Those of them whose test write has arrived."""
     fabric_error: str = ""
     """Of one of the others: who, over what, why, and what to check."""
+    assembled: bool = False
+    """All lanes of the group have met: from then on it serves, and drains as a whole."""
 
 
 ToEngine: TypeAlias = Watch | Submit | Cancel | Drain | Verify
