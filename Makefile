@@ -35,7 +35,7 @@ check: setup ## Formatting, lint, types and import contracts (seconds)
 
 test: check ## Set up everything and pass all tests
 	@$(BIN)/localcluster build
-	@$(BIN)/pytest tests --numprocesses 2 --dist loadgroup
+	@$(BIN)/pytest tests
 
 test-unit: setup ## Only the tests that need neither processes nor a cluster
 	@$(BIN)/pytest tests -m "not cluster and not multiproc"

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from kimi_localcluster.cluster import Cluster
 
-pytestmark = [pytest.mark.cluster, pytest.mark.xdist_group("cluster"), pytest.mark.timeout(2400)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(2400)]
 
 ROOT = Path(__file__).parents[2]
 # Four pods with two ranks each start side by side on this machine's few cores.

@@ -23,7 +23,7 @@ from kimi_localcluster.spec import DEFAULT_IMAGES
 from kimi_localcluster.testing import temporary_namespace
 from kimi_localcluster.traces import Machine, Traces, find_traces, namespaces_of
 
-pytestmark = [pytest.mark.cluster, pytest.mark.xdist_group("cluster"), pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 WORKER_IMAGE = DEFAULT_IMAGES[1]
 FROM_KUBECONFIG = """

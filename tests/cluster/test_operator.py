@@ -20,7 +20,7 @@ import yaml
 from kimi_localcluster.cluster import Cluster
 from kimi_localcluster.errors import CommandError
 
-pytestmark = [pytest.mark.cluster, pytest.mark.xdist_group("cluster"), pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "charts" / "kimi-operator"
