@@ -71,6 +71,7 @@ def wait_for_restart(cluster: Cluster, role: str, before: dict[str, int]) -> Non
         f"the whole {role} group restarts once", lambda: restarts(cluster) == expected, timeout_s=PATIENT_S
     )
     demo.wait_ready(cluster, timeout_s=PATIENT_S)
+    cluster.wait_for("the fabric is verified", lambda: demo.conditions(cluster)["FabricVerified"]["status"] == "True")
     assert restarts(cluster) == expected
 
 
