@@ -140,7 +140,7 @@ async def change_specs(kubeconfig: Path, deployments: int, rate: float, seconds:
         async with asyncio.TaskGroup() as tasks:
             for change in range(int(rate * seconds)):
                 await asyncio.sleep(began + change / rate - asyncio.get_running_loop().time())
-                spec = {"decode": {"template": {"annotations": {"bench": str(change)}}}}
+                spec = {"decode": {"template": {"annotations": {"bench": f"{rate:g}-{change}"}}}}
                 tasks.create_task(
                     objects.patch_namespaced_custom_object(
                         *API, name(change % deployments), {"spec": spec}, _content_type="application/merge-patch+json"
