@@ -64,14 +64,19 @@ def restarts(cluster: Cluster) -> dict[str, int]:
     return {role: int(group(cluster, role)["restarts"]) for role in ("prefill", "decode")}
 
 
+def wait_serving(cluster: Cluster) -> None:
+    """Ready, and every prefill lane has proved that it can write into every decode pod."""
+    demo.wait_ready(cluster, timeout_s=PATIENT_S)
+    cluster.wait_for("the fabric is verified", lambda: demo.conditions(cluster)["FabricVerified"]["status"] == "True")
+
+
 def wait_for_restart(cluster: Cluster, role: str, before: dict[str, int]) -> None:
     """One restart of one group, and Ready again."""
     expected = before | {role: before[role] + 1}
     cluster.wait_for(
         f"the whole {role} group restarts once", lambda: restarts(cluster) == expected, timeout_s=PATIENT_S
     )
-    demo.wait_ready(cluster, timeout_s=PATIENT_S)
-    cluster.wait_for("the fabric is verified", lambda: demo.conditions(cluster)["FabricVerified"]["status"] == "True")
+    wait_serving(cluster)
     assert restarts(cluster) == expected
 
 
@@ -92,7 +97,7 @@ def test_one_apply_serves_survives_a_dead_rank_and_leaves_nothing(
     )
     # Mended, it becomes ready without anybody's help.
     demo.deploy(cluster)
-    demo.wait_ready(cluster, timeout_s=PATIENT_S)
+    wait_serving(cluster)
     assert demo.conditions(cluster)["WeightsReady"]["status"] == "True"
 
     with demo.reference(cluster) as reference_url:

@@ -401,12 +401,16 @@ def test_a_busy_peer_is_seen_and_one_that_has_ended_is_not(context: Context, add
         child.communicate()
 
 
-@pytest.mark.parametrize("greeting", [b"\x01\x00\x02\x00a", bytes.fromhex("ff00000000000000017f0100000200") + b"a"])
+@pytest.mark.parametrize(
+    "greeting",
+    [b"\x01\x00" + b"\x02\x00a", bytes.fromhex("ff00000000000000017f 0105 0000 0001") + b"a"],
+    ids=["ZMTP 1", "ZMTP 2"],
+)
 def test_speakers_of_an_old_protocol_are_passed_over(context: Context, address: str, greeting: bytes) -> None:
     here = PeerLink(context, address)
     with socket.create_connection(split(address)) as stranger:
         stranger.sendall(greeting)
-        here.socket.poll(5_000)
+        assert here.socket.poll(5_000), "the message has arrived"
         assert list(here.receive()) == []
     other = PeerLink(context, free_address())
     other.send(address, Abort(1, 2, 3), now=0.0)
