@@ -53,7 +53,8 @@ class Ended:
         words = self.message.strip()
         if words and self.exit_code > SIGNALLED:
             # Killed processes have no last words: these are the end of the log, cut anywhere.
-            return f"{how}; its log ends: {words.splitlines()[-1][-LOG_TAIL:]}"
+            last = words.rpartition("\n")[2]
+            return f"{how}; its log ends: {last[-LOG_TAIL:]}"
         return words or how
 
 

@@ -3,7 +3,7 @@
 import importlib.util
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -80,10 +80,20 @@ def wait_for_restart(cluster: Cluster, role: str, before: dict[str, int]) -> Non
     assert restarts(cluster) == expected
 
 
-def test_one_apply_serves_survives_a_dead_rank_and_leaves_nothing(
-    cluster: Cluster, tmp_path: Path, written_by_operator: Callable[[float, str], Counter[tuple[str, str]]]
-) -> None:
+@pytest.fixture
+def installed(cluster: Cluster) -> Iterator[Cluster]:
+    """The cluster with the chart as `make demo` installs it; whatever fails, the next tests get their GPUs back."""
     demo.install(cluster)
+    yield cluster
+    cluster.kubectl("delete", "kimideployment", "--all", "--namespace", demo.NAMESPACE)
+    cluster.wait_for("nothing of the deployment is left", lambda: not children(cluster), timeout_s=PATIENT_S)
+    cluster.helm("uninstall", "kimi-operator", "--namespace", "kimi-system", "--wait", timeout_s=PATIENT_S)
+
+
+def test_one_apply_serves_survives_a_dead_rank_and_leaves_nothing(
+    installed: Cluster, tmp_path: Path, written_by_operator: Callable[[float, str], Counter[tuple[str, str]]]
+) -> None:
+    cluster = installed
     # First with a folder that holds no checkpoint: the workers end, and what they say is told.
     tmp_path.chmod(0o755)
     wrong = yaml.safe_load((demo.MANIFESTS / "2p2d.yaml").read_text())
@@ -116,4 +126,3 @@ def test_one_apply_serves_survives_a_dead_rank_and_leaves_nothing(
 
     cluster.kubectl("delete", "kimideployment", "k3", "--namespace", "default")
     cluster.wait_for("nothing of the deployment is left", lambda: not children(cluster), timeout_s=PATIENT_S)
-    cluster.helm("uninstall", "kimi-operator", "--namespace", "kimi-system", "--wait", timeout_s=PATIENT_S)

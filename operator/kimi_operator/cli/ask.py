@@ -114,7 +114,7 @@ async def ask(http: httpx.AsyncClient, service: Service, prompt: str) -> Answer:
                 if not is_done:
                     answer.take(json.loads(data), time.monotonic() - start_s)
     except httpx.HTTPError as error:
-        answer.error = f"{type(error).__name__}: {error}".rstrip(": ")
+        answer.error = f"no whole answer came: {type(error).__name__}: {error}".rstrip(": ")
     except (ValueError, KeyError, TypeError) as error:
         answer.error = f"not a chunk of a chat completion: {error!r}"
     if not is_done and answer.error is None:

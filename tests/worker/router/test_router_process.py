@@ -75,6 +75,21 @@ async def test_a_router_that_is_told_to_end_loses_no_request(start_pod: PodFacto
         assert await asyncio.to_thread(process.wait, 30) == 0
 
 
+async def test_an_idle_connection_outlives_the_clients_patience(start_pod: PodFactory, tmp_path: Path) -> None:
+    """httpx uses a connection again for 5 s: a server that closes at 5 s loses the request that comes just then."""
+    port = free_port()
+    settings = router_settings([await start_pod(role="prefill")], [await start_pod()], port=port)
+    (tmp_path / "router.json").write_text(settings.model_dump_json())
+    async with running(tmp_path / "router.json", port):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        for _ in range(2):
+            writer.write(b"GET /health HTTP/1.1\r\nHost: router\r\n\r\n")
+            assert (await reader.readuntil(b"}")).startswith(b"HTTP/1.1 200")
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(reader.read(1), 2 * httpx.Limits().keepalive_expiry)
+        writer.close()
+
+
 async def until_refused(port: int) -> None:
     async with asyncio.timeout(60):
         while True:

@@ -222,6 +222,7 @@ async def serve(settings: RouterSettings, listener: socket.socket) -> None:
         log_level="warning",
         server_header=False,
         backlog=BACKLOG,
+        timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=max(1, round(settings.drain_s)),
     )
     await _Server(config, app, settings.drain_s).serve([listener])
