@@ -1,6 +1,6 @@
 """Train the tiny Kimi-K3 to recall needles; resumable, on one or two CPU cores.
 
-    python examples/tiny-k3/train.py --run-dir /tmp/tiny-k3
+    python examples/tiny-k3/train.py
 
 A run that was ended goes on from the last save of its folder. At the end the checkpoint is written beside this script.
 """
@@ -164,11 +164,9 @@ def train(run_dir: Path, num_steps: int, seed: int) -> TinyK3:
         for step in range(first, num_steps):
             report = train_step(model, optimizer, step, seed)
             if step % LOG_EVERY == 0:
-                print(
-                    json.dumps({"step": step + 1, "at_s": round(time.process_time(), 1), **report}),
-                    file=log,
-                    flush=True,
-                )
+                line = json.dumps({"step": step + 1, "at_s": round(time.process_time(), 1), **report})
+                print(line, file=log, flush=True)
+                print(f"{step + 1} of {num_steps} steps: {line}", flush=True)
             if (step + 1) % SAVE_EVERY == 0 or step + 1 == num_steps:
                 save(last, model, optimizer, step + 1)
     return model.eval()
@@ -194,7 +192,7 @@ def train_step(model: TinyK3, optimizer: torch.optim.Optimizer, step: int, seed:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--run-dir", type=Path, required=True, help="log and resumable state")
+    parser.add_argument("--run-dir", type=Path, default=Path(".train"), help="log and resumable state")
     parser.add_argument("--steps", type=int, default=NUM_STEPS)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--threads", type=int, default=2, help="cores to use; 1 is faster than 2 on a busy machine")
