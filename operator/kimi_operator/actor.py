@@ -22,7 +22,7 @@ from kimi_operator.render.names import (
     Owner,
     stateful_set_name,
 )
-from kimi_operator.store import Document, ObjectKey, ResourceKey, Store
+from kimi_operator.store import Document, ObjectKey, ResourceKey, Store, controller_of
 from kimi_operator.times import format_time
 
 
@@ -161,10 +161,10 @@ class Actor:
         live = self.store.get(key) or await self.cluster.read(key)
         if live is None:
             return
-        holder = next((one for one in live["metadata"].get("ownerReferences", ()) if one.get("controller")), None)
-        if holder is not None and holder["uid"] == owner.uid:
+        holder = controller_of(live)
+        if holder.get("uid") == owner.uid:
             return
-        if holder is not None and (holder["kind"], holder["name"]) == ("KimiDeployment", owner.name):
+        if (holder.get("kind"), holder.get("name")) == ("KimiDeployment", owner.name):
             raise ClusterUnavailable(f"{key.kind} {key.name} of the previous {owner.name} is still there", 1.0)
         raise NameConflict(key, f"{holder['kind']} {holder['name']}" if holder else "nobody")
 

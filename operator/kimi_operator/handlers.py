@@ -48,6 +48,9 @@ class Inbox:
             return
         is_new_spec = document["kind"] == "KimiDeployment" and _generation(before) != _generation(document)
         self.queue.add(owner, fresh=is_new_spec)
+        former = owner_of(before) if before is not None else None
+        if former is not None and former != owner:
+            self.queue.add(former)
 
 
 def register(registry: kopf.OperatorRegistry, inbox: Inbox) -> None:

@@ -21,7 +21,7 @@ from kimi_operator.render.names import (
     LABEL_ROLE,
     GroupKey,
 )
-from kimi_operator.store import Document
+from kimi_operator.store import Document, controller_of
 from kimi_operator.times import parse_time
 
 ANNOTATION_RESTARTS = f"{GROUP}/restarts"
@@ -276,7 +276,7 @@ def _group(stateful_set: Document, pods: list[Document], failures: Mapping[str, 
     return GroupSeen(
         key=GroupKey(Role(metadata["labels"][LABEL_ROLE]), int(metadata["labels"][LABEL_GROUP])),
         uid=uid,
-        owner_uid=_controller(stateful_set),
+        owner_uid=controller_of(stateful_set).get("uid", ""),
         generation=_count(LABEL_GENERATION, template.get(LABEL_GENERATION), 1),
         revision=template.get(LABEL_REVISION, ""),
         replicas=spec.get("replicas", 1),
@@ -289,7 +289,7 @@ def _group(stateful_set: Document, pods: list[Document], failures: Mapping[str, 
         pods=tuple(
             replace(read_pod(pod), mount_failure=failures.get(pod["metadata"]["uid"], ""))
             for pod in pods
-            if _controller(pod) == uid
+            if controller_of(pod).get("uid") == uid
         ),
     )
 
@@ -309,11 +309,6 @@ def _router(deployment: Document, pods: list[Document]) -> RouterSeen:
 def _has_group(stateful_set: Document) -> bool:
     labels = stateful_set["metadata"].get("labels", {})
     return labels.get(LABEL_ROLE) in tuple(Role) and labels.get(LABEL_GROUP, "").isdigit()
-
-
-def _controller(document: Document) -> str:
-    references = document["metadata"].get("ownerReferences", ())
-    return next((reference["uid"] for reference in references if reference.get("controller")), "")
 
 
 # Anybody may edit labels and annotations: what cannot be read is taken as absent, and written anew with the next stamp.

@@ -58,6 +58,12 @@ def owner_of(document: Document) -> ResourceKey | None:
     return ResourceKey(metadata["namespace"], name) if name and metadata.get("namespace") else None
 
 
+def controller_of(document: Document) -> Mapping[str, Any]:
+    """The reference to the object's controller; empty when it has none."""
+    references: list[Document] = document["metadata"].get("ownerReferences", ())
+    return next((reference for reference in references if reference.get("controller")), {})
+
+
 class Store:
     """The last version of each object. Watches and answers may come in any order: older versions are dropped."""
 

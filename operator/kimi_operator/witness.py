@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -11,6 +10,7 @@ import structlog
 
 from kimi_operator.cluster import Cluster
 from kimi_operator.errors import KimiError
+from kimi_operator.namesake import missing_pods, short_sets, why_not_ours
 from kimi_operator.observe import gpus_in_use
 from kimi_operator.store import Document, Store
 from kimi_operator.times import parse_time
@@ -49,14 +49,14 @@ class Witness:
         """What events say about whatever hangs, by uid.
 
         Of each pod that has a node and no container: why its volumes or its network are not there. Of each
-        StatefulSet that misses pods: why the API server refuses them.
+        StatefulSet that misses pods: why the API server refuses them, or whose pods have their names.
         """
         children = list(children)
         self._note_whole(children, now_s)
         hanging = {child["metadata"]["uid"]: child for child in self._hanging(children, now_s)}
         for uid, child in hanging.items():
             if now_s - self._words.get(uid, (0.0, ""))[0] > KEEP_S:
-                self._words[uid] = (now_s, await self._ask_events(child))
+                self._words[uid] = (now_s, await self._ask_events(child) or await self._ask_names(child, children))
         self._words = {uid: entry for uid, entry in self._words.items() if now_s - entry[0] < 10 * KEEP_S}
         return {uid: self._words[uid][1] for uid in hanging}
 
@@ -81,13 +81,13 @@ class Witness:
 
     def _note_whole(self, children: list[Document], now_s: float) -> None:
         whole = {uid: at_s for uid, at_s in self._whole.items() if now_s - at_s < FORGET_S}
-        short = {child["metadata"]["uid"] for child in _short(children)}
+        short = {child["metadata"]["uid"] for child in short_sets(children)}
         sets = {child["metadata"]["uid"] for child in children if child["kind"] == "StatefulSet"}
         self._whole = whole | dict.fromkeys(sets - short, now_s)
 
     def _hanging(self, children: list[Document], now_s: float) -> list[Document]:
         pods = [child for child in children if is_hanging(child, now_s)]
-        return pods + [one for one in _short(children) if now_s - self._since_s(one, now_s) > PATIENCE_S]
+        return pods + [one for one in short_sets(children) if now_s - self._since_s(one, now_s) > PATIENCE_S]
 
     def _since_s(self, child: Document, now_s: float) -> float:
         """Since when something can have hung, in seconds since 1970; what was told before is about something else."""
@@ -103,6 +103,24 @@ class Witness:
             log.info("events_not_read", about=metadata["name"], error=str(error))
             return ""
         return chosen_words(events, _REASONS[child["kind"]], self._since_s(child, 0.0))
+
+    async def _ask_names(self, child: Document, children: Iterable[Document]) -> str:
+        """Whether other pods have the names of those that a StatefulSet misses: no event tells of that.
+
+        They are asked for by name, since a pod that lost our label is in no watch.
+        """
+        if child["kind"] != "StatefulSet":
+            return ""
+        namespace = child["metadata"]["namespace"]
+        for name in missing_pods(child, children):
+            try:
+                pods = (await self.cluster.list("Pod", namespace=namespace, fields=f"metadata.name={name}")).documents
+            except KimiError as error:
+                log.info("pod_not_read", pod=name, error=str(error))
+                return ""
+            if words := "".join(why_not_ours(pod, child) for pod in pods):
+                return words
+        return ""
 
 
 def is_hanging(child: Document, now_s: float) -> bool:
@@ -130,24 +148,7 @@ def chosen_words(events: Iterable[Mapping[str, object]], reasons: frozenset[str]
     return min(_RANDOM_ID.sub("...", message) for at_s, message in told if latest_s - at_s <= ALIKE_S)
 
 
-def _short(children: list[Document]) -> list[Document]:
-    """StatefulSets that have fewer pods than they should make."""
-    num_pods = Counter(_controller(child) for child in children if child["kind"] == "Pod")
-    return [
-        child
-        for child in children
-        if child["kind"] == "StatefulSet"
-        and not child["metadata"].get("deletionTimestamp")
-        and num_pods[child["metadata"]["uid"]] < child["spec"].get("replicas", 1)
-    ]
-
-
 def _time_s(event: Mapping[str, object]) -> float:
     series = event.get("series")
     last = series.get("lastObservedTime") if isinstance(series, Mapping) else None
     return parse_time(str(last or event.get("lastTimestamp") or event.get("eventTime") or "")) or 0.0
-
-
-def _controller(document: Document) -> str:
-    references = document["metadata"].get("ownerReferences", ())
-    return next((reference["uid"] for reference in references if reference.get("controller")), "")

@@ -66,7 +66,8 @@ class Reason(StrEnum):
     UNSCHEDULABLE = "Unschedulable"
     """No node takes the pods, for another reason than room: taints, selectors, volumes bound elsewhere."""
     PODS_REFUSED = "PodsRefused"
-    """The API server does not let the pods be made: Pod Security, a quota, a webhook, a missing account or class."""
+    """The API server does not let the pods be made: Pod Security, a quota, a webhook, a missing account or class.
+    Or a pod that is not the group's has the name of one."""
     WEIGHTS_MISSING = "WeightsMissing"
     FABRIC_FAILED = "FabricFailed"
     IMAGE_UNAVAILABLE = "ImageUnavailable"

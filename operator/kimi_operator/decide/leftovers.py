@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 from kimi_operator.api.deployment import Role
 from kimi_operator.observe import Observed
 from kimi_operator.render.names import LABEL_ROLE
-from kimi_operator.store import Document
+from kimi_operator.store import Document, controller_of
 
 _OWNED_KINDS = frozenset({"StatefulSet", "Deployment", "Service", "ConfigMap", "PodDisruptionBudget"})
 
@@ -26,7 +26,11 @@ def find_leftovers(
     found = []
     for child in children:
         kind, metadata = child["kind"], child["metadata"]
-        if kind not in _OWNED_KINDS or metadata.get("deletionTimestamp") or not _is_owned(child, owner_uid):
+        if (
+            kind not in _OWNED_KINDS
+            or metadata.get("deletionTimestamp")
+            or controller_of(child).get("uid") != owner_uid
+        ):
             continue
         if (kind, metadata["name"]) in rendered:
             continue
@@ -40,10 +44,3 @@ def find_leftovers(
 def _config_maps(stateful_set: Document) -> list[str]:
     volumes = stateful_set["spec"]["template"]["spec"].get("volumes", ())
     return [volume["configMap"]["name"] for volume in volumes if "configMap" in volume]
-
-
-def _is_owned(child: Document, owner_uid: str) -> bool:
-    return any(
-        reference.get("controller") and reference["uid"] == owner_uid
-        for reference in child["metadata"].get("ownerReferences", ())
-    )

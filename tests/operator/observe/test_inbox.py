@@ -31,8 +31,8 @@ def deployment(name: str, version: int, generation: int = 1, **fields: Any) -> d
     return {"kind": "KimiDeployment", "metadata": metadata, **fields}
 
 
-def pod(version: int, phase: str) -> dict[str, Any]:
-    labels = {"kimi-operator.io/deployment": "k3"}
+def pod(version: int, phase: str, owner: str = "k3") -> dict[str, Any]:
+    labels = {"kimi-operator.io/deployment": owner}
     metadata = {"name": "p", "namespace": "ns", "uid": "p", "resourceVersion": str(version), "labels": labels}
     return {"kind": "Pod", "metadata": metadata, "spec": {}, "status": {"phase": phase}}
 
@@ -68,6 +68,13 @@ def test_a_child_wakes_its_deployment_when_something_changed(inbox: Inbox, marks
     inbox.take("MODIFIED", pod(11, "Pending"))
     inbox.take("DELETED", pod(13, "Running"))
     assert marks.take() == [(K3, False)] * 3
+
+
+def test_a_child_that_is_relabelled_wakes_both_deployments(inbox: Inbox, marks: Marks) -> None:
+    inbox.take("ADDED", pod(10, "Running"))
+    marks.take()
+    inbox.take("MODIFIED", pod(11, "Running", owner="other"))
+    assert sorted(marks.take()) == [(K3, False), (OTHER, False)]
 
 
 def test_a_node_wakes_everybody_and_its_heartbeat_nobody(inbox: Inbox, marks: Marks) -> None:

@@ -231,32 +231,55 @@ class ApiServer:
             if "deletionTimestamp" in pod["metadata"]:
                 self.drop(_key(pod))
 
+    def relabel(self, pod: str, **labels: str | None) -> None:
+        """What `kubectl label pod` does; None takes a label away."""
+        document = copy.deepcopy(self.get("Pod", pod))
+        together = {**document["metadata"]["labels"], **labels}
+        document["metadata"]["labels"] = {name: value for name, value in together.items() if value is not None}
+        self.put(document)
+
     def make_pods(self) -> None:
-        """The StatefulSets' controller makes what is missing."""
+        """The StatefulSets' controller lets go and takes back pods by their labels, and makes what is missing."""
         for owner in self.of("StatefulSet"):
+            self._claim_pods(owner)
             template = owner["spec"]["template"]
             for ordinal in range(owner["spec"]["replicas"]):
                 name = f"{owner['metadata']['name']}-{ordinal}"
                 if any(pod["metadata"]["name"] == name for pod in self.of("Pod")):
                     continue
-                reference = {"kind": "StatefulSet", "name": owner["metadata"]["name"], "uid": owner["metadata"]["uid"],
-                             "controller": True}  # fmt: skip
-                metadata = {"name": name, "namespace": owner["metadata"]["namespace"], "ownerReferences": [reference],
-                            **copy.deepcopy(template["metadata"])}  # fmt: skip
+                metadata = {"name": name, "namespace": owner["metadata"]["namespace"],
+                            "ownerReferences": [_reference(owner)], **copy.deepcopy(template["metadata"])}  # fmt: skip
+                metadata["labels"]["statefulset.kubernetes.io/pod-name"] = name
                 self.put({"apiVersion": "v1", "kind": "Pod", "metadata": metadata,
                           "spec": copy.deepcopy(template["spec"]), "status": {"phase": "Pending"}})  # fmt: skip
 
+    def _claim_pods(self, owner: Document) -> None:
+        uid, selector = owner["metadata"]["uid"], owner["spec"]["selector"]["matchLabels"]
+        for pod in self.of("Pod"):
+            metadata = pod["metadata"]
+            holders = [one["uid"] for one in metadata.get("ownerReferences", ()) if one.get("controller")]
+            matches = metadata.get("labels", {}).items() >= selector.items()
+            is_named = metadata["name"].rpartition("-")[0] == owner["metadata"]["name"]
+            if holders == [uid] and not matches:
+                self.put({**pod, "metadata": {**metadata, "ownerReferences": []}})
+            elif not holders and matches and is_named:
+                self.put({**pod, "metadata": {**metadata, "ownerReferences": [_reference(owner)]}})
+
     def start_pods(self) -> None:
-        """Every pod gets a node of its own and is ready ten seconds after it was made."""
-        for index, pod in enumerate(self.of("Pod")):
+        """Every pod gets a node of its own; those of a StatefulSet are ready ten seconds after the last was made."""
+        pods = self.of("Pod")
+        made = {pod["metadata"]["name"]: parse_time(pod["metadata"]["creationTimestamp"]) or 0.0 for pod in pods}
+        for index, pod in enumerate(pods):
             if pod["status"]["phase"] == "Pending":
-                made_s = parse_time(pod["metadata"]["creationTimestamp"]) or 0.0
-                self.now_s = max(self.now_s, made_s + 10)
+                name = pod["metadata"]["name"]
+                made_s, group = made[name], name.rpartition("-")[0]
+                ready_s = 10 + max(at_s for one, at_s in made.items() if one.rpartition("-")[0] == group)
+                self.now_s = max(self.now_s, ready_s)
                 running = {"running": {"startedAt": format_time(made_s + 2)}}
                 status = {
                     "phase": "Running",
                     "conditions": [
-                        {"type": "Ready", "status": "True", "lastTransitionTime": format_time(made_s + 10)},
+                        {"type": "Ready", "status": "True", "lastTransitionTime": format_time(ready_s)},
                         {"type": "PodScheduled", "status": "True", "lastTransitionTime": format_time(made_s)},
                     ],
                     "containerStatuses": [{"name": "worker", "ready": True, "restartCount": 0, "state": running}],
@@ -282,6 +305,12 @@ class ApiServer:
 def _key(document: Document) -> Key:
     metadata = document["metadata"]
     return Key(document["kind"], metadata.get("namespace", ""), metadata["name"])
+
+
+def _reference(owner: Document) -> Document:
+    """What makes an object the controller of another."""
+    metadata = owner["metadata"]
+    return {"kind": owner["kind"], "name": metadata["name"], "uid": metadata["uid"], "controller": True}
 
 
 def _error(status: int, message: str, headers: Mapping[str, str]) -> web.Response:

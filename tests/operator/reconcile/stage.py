@@ -104,8 +104,16 @@ class Stage:
         return found
 
     def condition(self, kind: str) -> tuple[str, str]:
-        one = next(one for one in self.status()["conditions"] if one["type"] == kind)
+        one = self._condition(kind)
         return one["status"], one["reason"]
+
+    def message(self, kind: str) -> str:
+        """What a condition says."""
+        return str(self._condition(kind).get("message", ""))
+
+    def _condition(self, kind: str) -> Document:
+        found: Document = next(one for one in self.status()["conditions"] if one["type"] == kind)
+        return found
 
     def group(self, role: str) -> Document:
         found: Document = self.status()[role]["groups"][0]

@@ -16,7 +16,7 @@ REFUSED = 'create Pod k3-decode-0-0 in StatefulSet k3-decode-0 failed error: pod
 
 
 class Events:
-    """Lists events by the uid in the query; keeps the queries."""
+    """Lists events by the uid in the query; keeps the queries. No pod has a name that is asked for."""
 
     def __init__(self, **by_uid: list[Document]) -> None:
         self.by_uid = by_uid
@@ -25,8 +25,11 @@ class Events:
     async def list(
         self, kind: str, namespace: str | None = None, fields: str = "", labels: str | None = None
     ) -> Listing:
-        assert (kind, namespace, labels) == ("Event", "ns", None)
+        assert (namespace, labels) == ("ns", None)
         self.asked.append(fields)
+        if kind == "Pod":
+            assert fields.startswith("metadata.name=k3-decode-0-")
+            return Listing([], 1)
         uid, kind_field = fields.removeprefix("involvedObject.uid=").split(",")
         assert kind_field == "type=Warning"
         if uid not in self.by_uid:
@@ -91,6 +94,13 @@ async def test_what_was_told_before_a_set_was_whole_is_past() -> None:
     assert await one.mount_failures(whole[:2], NOW_S + 20) == {"set": ""}
     events.by_uid["set"].append(event("FailedCreate", "exceeded quota", NOW_S + 10))
     assert await one.mount_failures(whole[:2], NOW_S + 60) == {"set": "exceeded quota"}
+
+
+async def test_pods_are_asked_for_by_name_only_where_no_event_says_why() -> None:
+    events = Events(set=[])
+    owned = pod("0", phase="Running")
+    await witness(events).mount_failures([stateful_set(), owned], NOW_S)
+    assert events.asked[1:] == ["metadata.name=k3-decode-0-1"]
 
 
 def test_what_will_hang_is_looked_at_again() -> None:
