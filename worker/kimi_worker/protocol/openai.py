@@ -43,6 +43,9 @@ class ApiError(Exception):
             headers["x-kimi-retryable"] = "true"
         if self.retry_after_s > 0:
             headers["retry-after"] = str(max(1, round(self.retry_after_s)))
+        if self.status == 408:
+            # the rest of the request may still come, and would be waited for again
+            headers["connection"] = "close"
         return headers
 
 

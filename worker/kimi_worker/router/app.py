@@ -22,7 +22,7 @@ from kimi_worker.router.metrics import Metrics
 from kimi_worker.router.pick import explain, pick
 from kimi_worker.router.pool import Pool
 from kimi_worker.router.proxy import Proxy, Route
-from kimi_worker.server.http import KEEP_ALIVE_S, add_error_handlers
+from kimi_worker.server.http import KEEP_ALIVE_S, PATIENCE, Patience, add_error_handlers
 from kimi_worker.server.listen import BACKLOG, keep_alive, take_port
 from kimi_worker.server.work import unknown_model
 from kimi_worker.settings import Role, RouterSettings
@@ -98,9 +98,9 @@ def _not_ready(code: str, message: str) -> ApiError:
     return ApiError(503, message, code=code, is_retryable=True, retry_after_s=1.0)
 
 
-def create_app(settings: RouterSettings) -> FastAPI:
+def create_app(settings: RouterSettings, patience: Patience = PATIENCE) -> FastAPI:
     """The router of one deployment."""
-    metrics, bodies = Metrics(), Bodies(settings.max_held_bytes)
+    metrics, bodies = Metrics(), Bodies(settings.max_held_bytes, patience)
     metrics.watch_bodies(bodies)
 
     @asynccontextmanager

@@ -5,21 +5,22 @@ from dataclasses import dataclass
 from fastapi import Request
 
 from kimi_worker.protocol.openai import ApiError
-from kimi_worker.server.http import read_body
+from kimi_worker.server.http import PATIENCE, Patience, read_body
 
 
 class Bodies:
     """Counts the bytes that this router holds."""
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int, patience: Patience = PATIENCE) -> None:
         self.max_bytes = max_bytes
+        self._patience = patience
         self.num_bytes = 0
 
     async def read(self, request: Request, max_bytes: int) -> "Body":
-        """The body is to be released. Raises ApiError: 413 above `max_bytes`, 429 while there is no room for it."""
+        """The body is to be released. Raises ApiError: 413 above `max_bytes`, 429 without room for it, 408 if slow."""
         body = Body(self)
         try:
-            body.content = await read_body(request, max_bytes, body.grow)
+            body.content = await read_body(request, max_bytes, body.grow, self._patience)
         except BaseException:
             body.release()
             raise

@@ -13,7 +13,7 @@ from kimi_worker.protocol.engine import LaneState
 from kimi_worker.protocol.handoff import is_endpoint
 from kimi_worker.protocol.openai import ApiError
 from kimi_worker.server.generation import Generation, Tools
-from kimi_worker.server.http import KEEP_ALIVE_S, add_error_handlers, read_body
+from kimi_worker.server.http import KEEP_ALIVE_S, PATIENCE, Patience, add_error_handlers, read_body
 from kimi_worker.server.lanes import Lane, Lanes
 from kimi_worker.server.listen import BACKLOG, take_port
 from kimi_worker.server.metrics import Metrics
@@ -33,6 +33,7 @@ class Pod:
     intake: Intake
     lanes: Lanes
     metrics: Metrics
+    patience: Patience
 
     def state(self) -> dict[str, object]:
         """The pod as the router and the operator see it."""
@@ -117,11 +118,11 @@ def _lane_state(state: LaneState) -> dict[str, object]:
     return {name: getattr(state, name) for name in names.split()}
 
 
-def create_app(settings: WorkerSettings, identity: PodIdentity) -> FastAPI:
+def create_app(settings: WorkerSettings, identity: PodIdentity, patience: Patience = PATIENCE) -> FastAPI:
     """The app of one pod. Raises TokenizerError when the checkpoint's tokenizer cannot be read."""
     intake = Intake.load(settings.model.checkpoint, settings.model.served_name, settings.model.max_model_len)
     lanes = Lanes(identity.run_dir, settings.parallel.lanes_per_node)
-    pod = Pod(settings, identity, intake, lanes, Metrics(settings.model.served_name, lanes))
+    pod = Pod(settings, identity, intake, lanes, Metrics(settings.model.served_name, lanes), patience)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -139,7 +140,7 @@ def create_app(settings: WorkerSettings, identity: PodIdentity) -> FastAPI:
 def _add_openai_routes(app: FastAPI, pod: Pod) -> None:
     async def generate(request: Request, read: Callable[[bytes], Work]) -> Response:
         # first, so that nobody is refused while still sending: some clients take that for a broken connection
-        body = await read_body(request, pod.intake.max_body_bytes)
+        body = await read_body(request, pod.intake.max_body_bytes, patience=pod.patience)
         pod.check_ready()
         lane, prefill = pod.choose_lane(request), pod.prefill_endpoint(request)
         work = await asyncio.to_thread(read, body) if len(body) > _IN_THREAD_BYTES else read(body)

@@ -3,6 +3,7 @@
 import asyncio
 from abc import abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import msgspec
 import structlog
@@ -25,19 +26,58 @@ def error_response(error: ApiError) -> Response:
     return Response(msgspec.json.encode(error.body()), error.status, error.headers(), "application/json")
 
 
-async def read_body(request: Request, max_bytes: int, grow: Callable[[int], None] | None = None) -> bytes:
-    """Raises ApiError (413) before a body that is too large is in memory, and what `grow` raises.
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How slowly a body may come."""
 
-    `grow` is told the number of bytes of each part before it is kept.
+    silence_s: float
+    """Longest time without a byte."""
+    bytes_per_s: float
+    """Least rate. A client may fall behind it by `silence_s`, and not save up for more by being fast before."""
+
+    def extend(self, deadline_s: float, now_s: float, num_bytes: int) -> float:
+        """The next deadline, after a part that came now."""
+        return min(deadline_s + num_bytes / self.bytes_per_s, now_s + self.silence_s)
+
+
+PATIENCE = Patience(silence_s=30.0, bytes_per_s=2048.0)
+"""Against clients that stop, or send a byte now and then, and would hold a request and its memory for ever. TCP sends a
+lost packet again after about 1, 2, 4 and 8 s: four losses in a row are survived. The rate is half of what a telephone
+modem sends (33.6 kbit/s)."""
+
+
+async def read_body(
+    request: Request, max_bytes: int, grow: Callable[[int], None] | None = None, patience: Patience = PATIENCE
+) -> bytes:
+    """Raises ApiError: 413 before a body that is too large is in memory, 408 for one that comes too slowly.
+
+    `grow` is told the number of bytes of each part before it is kept; what it raises is passed on.
     """
     body = bytearray()
-    async for part in request.stream():
-        if len(body) + len(part) > max_bytes:
-            raise ApiError(413, f"body: more than {max_bytes} bytes", code="body_too_large", param="body")
-        if grow:
-            grow(len(part))
-        body += part
+    now_s = asyncio.get_running_loop().time
+    deadline_s = now_s() + patience.silence_s
+    try:
+        async with asyncio.timeout_at(deadline_s) as limit:
+            async for part in request.stream():
+                if len(body) + len(part) > max_bytes:
+                    raise ApiError(413, f"body: more than {max_bytes} bytes", code="body_too_large", param="body")
+                if grow:
+                    grow(len(part))
+                body += part
+                deadline_s = patience.extend(deadline_s, now_s(), len(part))
+                limit.reschedule(deadline_s)
+    except TimeoutError:
+        log.info("upload_given_up", path=request.url.path, num_bytes=len(body))
+        raise _too_slow(len(body), patience) from None
     return bytes(body)
+
+
+def _too_slow(num_bytes: int, patience: Patience) -> ApiError:
+    message = (
+        f"body: {num_bytes} bytes came, and then too little for too long; send without a pause of "
+        f"{patience.silence_s:g} s and at least {patience.bytes_per_s:g} bytes a second"
+    )
+    return ApiError(408, message, code="body_too_slow", param="body")
 
 
 def sse_event(data: bytes) -> bytes:
