@@ -33,8 +33,9 @@ from kimi_operator.probes import Health, serve_probes
 from kimi_operator.queue import QueueSettings, WorkQueue
 from kimi_operator.reconcile import Reconciler
 from kimi_operator.render import RenderConfig
+from kimi_operator.render.names import LABEL_DEPLOYMENT
 from kimi_operator.settings import LEAVE_S, OperatorSettings
-from kimi_operator.store import DEPLOYMENT_LABEL, Document, Listing, ResourceKey, Store
+from kimi_operator.store import Document, Listing, ResourceKey, Store
 
 LAG_PERIOD_S = 1.0
 SETTLE_S = 15.0
@@ -75,7 +76,7 @@ class Operator:
                 await asyncio.sleep(error.retry_after_s)
 
     async def _list(self, kind: str) -> Listing:
-        labels = DEPLOYMENT_LABEL if kind in CHILD_KINDS else None
+        labels = LABEL_DEPLOYMENT if kind in CHILD_KINDS else None
         if kind == "Node":
             labels = self.settings.node_selector or None
         namespaces = self.settings.watch_namespaces

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kimi_operator.api.base import parse
 from kimi_operator.api.conditions import Reason
@@ -18,11 +18,10 @@ from kimi_operator.observe import NodeSeen, Observed
 from kimi_operator.planner import Infeasible, make_plan
 from kimi_operator.planner.report import plan_status
 from kimi_operator.profiles import architecture, select_profile
-from kimi_operator.render import GroupStamp, RenderConfig, Rendered, RenderInputs, render
+from kimi_operator.render import RenderConfig, Rendered, RenderInputs, render
 from kimi_operator.render.names import GroupKey, Owner
 from kimi_operator.render.worker import role_revision
 from kimi_operator.store import Document
-from kimi_operator.times import format_time
 
 START_MARGIN_S = 60.0
 """Beyond the startup probe's own budget: the kubelet acts first."""
@@ -40,15 +39,8 @@ class Desired:
 
     def render(self, decisions: Mapping[GroupKey, GroupDecision]) -> Rendered:
         """The children, with each group's generation as decided."""
-        stamps = {
-            key: GroupStamp(one.stamp.generation, format_time(one.stamp.restarted_s) if one.stamp.restarted_s else None)
-            for key, one in decisions.items()
-            if one.stamp is not None
-        }
-        inputs = self.inputs
-        return render(
-            RenderInputs(inputs.owner, inputs.spec, inputs.plan, inputs.profile, inputs.config, group_stamps=stamps)
-        )
+        generations = {key: one.stamp.generation for key, one in decisions.items() if one.stamp is not None}
+        return render(replace(self.inputs, generations=generations))
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,8 @@ import structlog
 
 from kimi_operator.cluster import Cluster
 from kimi_operator.errors import KimiError
-from kimi_operator.store import DEPLOYMENT_LABEL, Document, ResourceKey, Store
+from kimi_operator.render.names import LABEL_DEPLOYMENT
+from kimi_operator.store import Document, ResourceKey, Store
 from kimi_operator.times import parse_time
 
 OVERDUE_S = 5.0
@@ -34,7 +35,7 @@ class Ghosts:
             return
         self._asked |= {pod["metadata"]["uid"]: now_s for pod in overdue}
         try:
-            listing = await self.cluster.list("Pod", owner.namespace, labels=f"{DEPLOYMENT_LABEL}={owner.name}")
+            listing = await self.cluster.list("Pod", owner.namespace, labels=f"{LABEL_DEPLOYMENT}={owner.name}")
         except KimiError as error:
             log.info("pods_not_listed", deployment=str(owner), error=str(error))
             return

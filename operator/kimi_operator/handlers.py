@@ -10,8 +10,9 @@ import kopf
 
 from kimi_operator.cluster import KINDS
 from kimi_operator.queue import WorkQueue
+from kimi_operator.render.names import LABEL_DEPLOYMENT
 from kimi_operator.settings import OperatorSettings
-from kimi_operator.store import DEPLOYMENT_LABEL, Document, Listing, ResourceKey, Store, key_of, owner_of
+from kimi_operator.store import Document, Listing, ResourceKey, Store, key_of, owner_of
 
 WATCHED_KINDS = (
     "KimiDeployment", "HardwareProfile", "Node", "StatefulSet", "Deployment", "Service", "ConfigMap",
@@ -77,7 +78,7 @@ def watch_settings(settings: OperatorSettings) -> kopf.OperatorSettings:
     watching.queueing.idle_timeout = 0.5
     for name in CHILD_KINDS:
         kind = KINDS[name]
-        watching.watching.label_selectors[kind.group, kind.version, kind.plural] = DEPLOYMENT_LABEL
+        watching.watching.label_selectors[kind.group, kind.version, kind.plural] = LABEL_DEPLOYMENT
     if settings.node_selector:
         watching.watching.label_selectors["", "v1", "nodes"] = settings.node_selector
     return watching

@@ -8,10 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from kimi_operator.api.base import GROUP
+from kimi_operator.render.names import LABEL_DEPLOYMENT
 
 _SHARED_LENGTH = 80
-DEPLOYMENT_LABEL = f"{GROUP}/deployment"
 
 Document = Mapping[str, Any]
 """One object of the Kubernetes API as parsed JSON; never changed in place."""
@@ -54,7 +53,7 @@ def owner_of(document: Document) -> ResourceKey | None:
     metadata = document["metadata"]
     if document["kind"] == "KimiDeployment":
         return ResourceKey(metadata["namespace"], metadata["name"])
-    name = metadata.get("labels", {}).get(DEPLOYMENT_LABEL)
+    name = metadata.get("labels", {}).get(LABEL_DEPLOYMENT)
     return ResourceKey(metadata["namespace"], name) if name and metadata.get("namespace") else None
 
 

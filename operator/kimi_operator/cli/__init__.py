@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 
 from cyclopts import App
@@ -17,11 +16,10 @@ COMMANDS = {
 
 
 def build_app() -> App:
-    """The app with every command that this installation holds."""
+    """The app with every command."""
     app = App(name="kimictl", help="Plan, render and check Kimi deployments.")
     for name, target in COMMANDS.items():
-        if importlib.util.find_spec(target.partition(":")[0]) is not None:
-            app.command(target, name=name)
+        app.command(target, name=name)
     return app
 
 

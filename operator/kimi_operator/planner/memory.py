@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
 
+from pydantic.alias_generators import to_camel
+
 from kimi_operator.api.profile import DType, HardwareProfileSpec
 from kimi_operator.planner.architecture import Architecture
 from kimi_operator.planner.tensors import Placement, tensor_table
@@ -29,6 +31,11 @@ class ExpertFormat(StrEnum):
         """Bytes of one routed expert of one layer."""
         bits, scale_bits = _EXPERT_BITS[self]
         return (a.expert_weights * bits + a.expert_weights // a.quant_group * scale_bits) // 8
+
+    def bits_per_weight(self, a: Architecture) -> float:
+        """Bits that one weight takes, its share of the scale included."""
+        bits, scale_bits = _EXPERT_BITS[self]
+        return bits + scale_bits / a.quant_group
 
 
 _EXPERT_BITS = {
@@ -83,7 +90,8 @@ def weight_lines(a: Architecture, shape: GroupShape, experts: ExpertFormat, dtyp
         MemoryLine(
             "routed experts",
             per_rank * a.num_moe_layers * one,
-            f"{per_rank} of {a.num_experts} experts x {a.num_moe_layers} layers x {one:,} B ({experts})",
+            f"{per_rank} of {a.num_experts} experts x {a.num_moe_layers} layers x {one:,} B "
+            f"({experts}, {experts.bits_per_weight(a):g} bits a weight)",
             is_weights=True,
         ),
         MemoryLine(
@@ -107,27 +115,37 @@ def _resident_bytes(a: Architecture, placement: Placement, itemsize: int) -> int
 
 
 def reserve_lines(profile: HardwareProfileSpec) -> tuple[MemoryLine, ...]:
-    """What weights and pools cannot have, as the profile states it; lines of 0 bytes are left out."""
-    reserve = profile.reserve
-    amounts = {
-        "contexts": reserve.contexts,
-        "symmetricHeap": reserve.symmetric_heap,
-        "activations": reserve.activations,
-        "graphs": reserve.graphs,
-        "staging": reserve.staging,
-        "margin": reserve.margin,
-    }
-    labels = {"symmetricHeap": "symmetric heap", "graphs": "captured graphs", "staging": "handoff staging"}
-    return tuple(
-        MemoryLine(labels.get(name, name), amount, profile.source(f"reserve.{name}"))
-        for name, amount in amounts.items()
-        if amount
-    )
+    """What weights and pools cannot have, as the profile states it, with its source; nothing is left out."""
+    return tuple(_reserve_line(profile, *reserve) for reserve in _RESERVES)
+
+
+_RESERVES = (
+    ("contexts", "contexts", "contexts, libraries and communicators are not counted"),
+    ("symmetric_heap", "symmetric heap", "no heap of the expert exchange (MoRI) is reserved"),
+    ("activations", "activations", "the largest step is not counted"),
+    ("graphs", "captured graphs", "no graphs are captured"),
+    ("staging", "handoff staging", "no buffers: a handoff writes from pages and slots straight into pages and slots"),
+    ("margin", "reserve", "nothing is left free on purpose"),
+)
+"""Field of the profile's reserve, label, and what it means when it is 0."""
+
+
+def _reserve_line(profile: HardwareProfileSpec, field: str, label: str, when_zero: str) -> MemoryLine:
+    amount: int = getattr(profile.reserve, field)
+    source = profile.sources.get(f"reserve.{to_camel(field)}")
+    if amount == 0:
+        return MemoryLine(label, 0, source or when_zero)
+    return MemoryLine(label, amount, source or "the profile gives no source: take it as not measured")
 
 
 def row_bytes(a: Architecture, itemsize: int) -> int:
     """Bytes that one token caches over all MLA layers; whole on each rank of a lane."""
-    return (a.kv_lora + a.qk_rope) * itemsize * a.num_mla_layers
+    return layer_row_bytes(a, itemsize) * a.num_mla_layers
+
+
+def layer_row_bytes(a: Architecture, itemsize: int) -> int:
+    """Bytes that one token caches in one MLA layer."""
+    return (a.kv_lora + a.qk_rope) * itemsize
 
 
 def page_bytes(a: Architecture, page_size_tokens: int, kv_dtype: DType) -> int:
@@ -137,7 +155,11 @@ def page_bytes(a: Architecture, page_size_tokens: int, kv_dtype: DType) -> int:
 
 def slot_bytes(a: Architecture, tensor_parallel: int, dtype: DType) -> int:
     """Bytes of one state slot on one rank: `[kda_layers, heads/TP, K, V]` float32 and the convolutions' last inputs."""
+    return a.num_kda_layers * layer_state_bytes(a, tensor_parallel, ITEMSIZE[dtype])
+
+
+def layer_state_bytes(a: Architecture, tensor_parallel: int, conv_itemsize: int) -> int:
+    """Bytes that one KDA layer keeps a request on one rank: the state, and the last inputs of q, k and v."""
     heads = a.kda_heads // tensor_parallel
     state = heads * a.kda_head * a.kda_head * STATE_ITEMSIZE
-    conv = 3 * (a.conv_kernel - 1) * heads * a.kda_head * ITEMSIZE[dtype]
-    return a.num_kda_layers * (state + conv)
+    return state + 3 * (a.conv_kernel - 1) * heads * a.kda_head * conv_itemsize

@@ -1,4 +1,4 @@
-"""Bytes for people."""
+"""Bytes for people, and whole units."""
 
 from __future__ import annotations
 
@@ -11,3 +11,8 @@ def bytes_text(amount: int) -> str:
         if abs(amount) >= factor:
             return f"{amount / factor:,.1f} {unit}"
     return f"{amount:,} B"
+
+
+def ceil_div(amount: int, unit: int) -> int:
+    """The fewest whole units that hold an amount."""
+    return -(-amount // unit)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from kimi_operator.api.deployment import Role
 from kimi_operator.render.config_maps import render_worker_config_map
-from kimi_operator.render.inputs import GroupStamp, Manifest, RenderConfig, Rendered, RenderInputs
+from kimi_operator.render.inputs import Manifest, RenderConfig, Rendered, RenderInputs
 from kimi_operator.render.names import GroupKey, Owner
 from kimi_operator.render.revision import combined_revision
 from kimi_operator.render.router import render_router
 from kimi_operator.render.services import render_headless_service
 from kimi_operator.render.worker import render_stateful_set, role_revision
 
-__all__ = ["GroupKey", "GroupStamp", "Manifest", "Owner", "RenderConfig", "RenderInputs", "Rendered", "render"]
+__all__ = ["GroupKey", "Manifest", "Owner", "RenderConfig", "RenderInputs", "Rendered", "render"]
 
 
 def render(inputs: RenderInputs) -> Rendered:

@@ -23,15 +23,6 @@ class RenderConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupStamp:
-    """What a group carries from one restart to the next."""
-
-    generation: int = 1
-    restarted_at: str | None = None
-    """RFC 3339; written as an annotation of the StatefulSet (not of its pods) when not None."""
-
-
-@dataclass(frozen=True, slots=True)
 class Manifest:
     """One object to apply, with its identity at hand."""
 
@@ -68,8 +59,8 @@ class RenderInputs:
     plan: Plan
     profile: HardwareProfile
     config: RenderConfig
-    group_stamps: Mapping[GroupKey, GroupStamp] = field(default_factory=dict)
-    """Groups without a stamp start at generation 1."""
+    generations: Mapping[GroupKey, int] = field(default_factory=dict)
+    """Of groups that have been restarted or rolled; others are at 1."""
 
     def manifest(
         self, api_version: str, kind: str, name: str, component: str, body: Mapping[str, Any], **metadata: Any

@@ -16,7 +16,6 @@ LABEL_GENERATION = f"{GROUP}/generation"
 LABEL_REVISION = f"{GROUP}/revision"
 ANNOTATION_RESTARTED_AT = f"{GROUP}/restarted-at"
 MANAGED_BY = "kimi-operator"
-FIELD_MANAGER = "kimi-operator"
 ROUTER = "router"
 
 API_PORT = 8000

@@ -8,9 +8,8 @@ from kimi_operator.api.deployment import Role
 from kimi_operator.api.pod import EnvVar
 from kimi_operator.api.profile import HardwareProfileSpec
 from kimi_operator.render.config_maps import WORKER_FILE
-from kimi_operator.render.inputs import GroupStamp, Manifest, RenderInputs
+from kimi_operator.render.inputs import Manifest, RenderInputs
 from kimi_operator.render.names import (
-    ANNOTATION_RESTARTED_AT,
     API_PORT,
     LABEL_DEPLOYMENT,
     LABEL_GENERATION,
@@ -39,8 +38,8 @@ GROUP_IDENTITY = {
 def render_stateful_set(inputs: RenderInputs, key: GroupKey, revision: str, config_map: str) -> Manifest:
     """`<name>-<role>-<group>`. The group's generation and revision stand on the pod template only."""
     name = inputs.owner.name
-    stamp = inputs.group_stamps.get(key, GroupStamp())
-    labels = {LABEL_GROUP: str(key.group), LABEL_GENERATION: str(stamp.generation), LABEL_REVISION: revision}
+    generation = inputs.generations.get(key, 1)
+    labels = {LABEL_GROUP: str(key.group), LABEL_GENERATION: str(generation), LABEL_REVISION: revision}
     template = _pod_template(inputs, key.role, config_map)
     template["metadata"]["labels"] |= labels
     spec = {
@@ -52,13 +51,10 @@ def render_stateful_set(inputs: RenderInputs, key: GroupKey, revision: str, conf
         "selector": {"matchLabels": selector(name, key)},
         "template": template,
     }
-    annotations = {ANNOTATION_RESTARTED_AT: stamp.restarted_at} if stamp.restarted_at else {}
-    metadata: dict[str, Any] = {"labels": {LABEL_GROUP: str(key.group)}}
-    if annotations:
-        metadata["annotations"] = annotations
     return inputs.manifest(
-        "apps/v1", "StatefulSet", stateful_set_name(name, key), key.role.value, {"spec": spec}, **metadata
-    )
+        "apps/v1", "StatefulSet", stateful_set_name(name, key), key.role.value, {"spec": spec},
+        labels={LABEL_GROUP: str(key.group)},
+    )  # fmt: skip
 
 
 def role_revision(inputs: RenderInputs, role: Role) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
-from kimi_operator.cli import COMMANDS, build_app, main
+from kimi_operator.cli import main
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 MI300X = EXAMPLES / "mi300x-2p2d.yaml"
@@ -161,13 +161,6 @@ def test_standard_input_is_read(monkeypatch: pytest.MonkeyPatch, run: Run) -> No
     with MI300X.open() as file:
         monkeypatch.setattr(sys, "stdin", file)
         assert run("plan", "-f", "-")[0] == 0
-
-
-def test_a_command_whose_module_is_absent_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(COMMANDS, "absent", "kimi_operator.cli.absent:absent")
-    app = build_app()
-    assert "absent" not in app
-    assert "plan" in app
 
 
 def test_planning_loads_neither_torch_nor_kopf_nor_a_client() -> None:

@@ -9,7 +9,8 @@ import pytest
 from kimi_operator.decide.leftovers import find_leftovers
 from kimi_operator.drift import ANNOTATION_APPLIED, Accepted, covers, with_hash
 from kimi_operator.observe import observe
-from kimi_operator.store import DEPLOYMENT_LABEL, Listing, ResourceKey, Store, key_of
+from kimi_operator.render.names import LABEL_DEPLOYMENT
+from kimi_operator.store import Listing, ResourceKey, Store, key_of
 
 OWNER = ResourceKey("ns", "k3")
 
@@ -21,7 +22,7 @@ def config_map(name: str, version: int = 1, uid: str = "u", **metadata: Any) -> 
         "namespace": "ns",
         "uid": uid,
         "resourceVersion": str(version),
-        "labels": {DEPLOYMENT_LABEL: "k3"},
+        "labels": {LABEL_DEPLOYMENT: "k3"},
     }
     return {"kind": "ConfigMap", "metadata": base | metadata, "data": {"a": "1"}}
 
@@ -77,7 +78,7 @@ def test_a_listing_drops_what_is_gone_but_nothing_that_came_after_it() -> None:
 def test_an_object_that_changes_its_owner_is_found_at_the_new_one_only() -> None:
     store = Store()
     store.put(config_map("a", 1))
-    store.put(config_map("a", 2, labels={DEPLOYMENT_LABEL: "other"}))
+    store.put(config_map("a", 2, labels={LABEL_DEPLOYMENT: "other"}))
     assert not store.of_owner(OWNER)
     assert store.of_owner(ResourceKey("ns", "other"))
 
@@ -141,7 +142,7 @@ def test_the_hash_does_not_depend_on_the_order_of_keys() -> None:
 
 
 def owned(name: str, uid: str = "me") -> dict[str, Any]:
-    labels = {DEPLOYMENT_LABEL: "k3", "kimi-operator.io/role": "decode", "kimi-operator.io/group": "0"}
+    labels = {LABEL_DEPLOYMENT: "k3", "kimi-operator.io/role": "decode", "kimi-operator.io/group": "0"}
     return config_map(name, ownerReferences=[{"uid": uid, "controller": True}], labels=labels)
 
 
@@ -165,7 +166,7 @@ def test_a_config_map_stays_while_pods_of_an_earlier_start_leave() -> None:
         "kind": "Pod",
         "metadata": {"name": "k3-decode-0-0", "namespace": "ns", "uid": "p", "resourceVersion": "1",
                      "ownerReferences": [{"uid": "u", "controller": True}],
-                     "labels": {DEPLOYMENT_LABEL: "k3", "kimi-operator.io/generation": "1"}},
+                     "labels": {LABEL_DEPLOYMENT: "k3", "kimi-operator.io/generation": "1"}},
         "spec": {}, "status": {},
     }  # fmt: skip
     children = [stateful_set(2), owned("k3-decode-old"), pod]

@@ -11,8 +11,8 @@ import pytest
 from kimi_operator.api import KimiDeploymentSpec, Role, dump, parse
 from kimi_operator.cli.manifests import read_and_plan
 from kimi_operator.planner import Plan
-from kimi_operator.render import GroupKey, GroupStamp, Manifest, Owner, RenderConfig, Rendered, RenderInputs, render
-from kimi_operator.render.names import ANNOTATION_RESTARTED_AT, LABEL_GENERATION, LABEL_REVISION
+from kimi_operator.render import GroupKey, Manifest, Owner, RenderConfig, Rendered, RenderInputs, render
+from kimi_operator.render.names import LABEL_GENERATION, LABEL_REVISION
 from kimi_worker.settings import RouterSettings, WorkerSettings
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
@@ -297,16 +297,13 @@ def test_one_stateful_set_a_group() -> None:
 
 def test_a_restart_changes_one_group_and_no_revision() -> None:
     inputs = inputs_of(decode__groups=2)
-    stamp = GroupStamp(generation=4, restarted_at="2026-01-02T03:04:05Z")
-    stamped = dataclasses.replace(inputs, group_stamps={GroupKey(Role.DECODE, 1): stamp})
+    stamped = dataclasses.replace(inputs, generations={GroupKey(Role.DECODE, 1): 4})
     before, after = render(inputs), render(stamped)
     assert before.revisions == after.revisions
     differing = [old.name for old, new in zip(before.manifests, after.manifests, strict=True) if old != new]
     assert differing == ["k3-decode-1"]
     group = body(after, "StatefulSet", "k3-decode-1")
-    assert group["metadata"]["annotations"] == {ANNOTATION_RESTARTED_AT: "2026-01-02T03:04:05Z"}
     assert group["spec"]["template"]["metadata"]["labels"][LABEL_GENERATION] == "4"
-    assert "annotations" not in group["spec"]["template"]["metadata"]
 
 
 @pytest.mark.parametrize(
