@@ -13,6 +13,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from ports import free_ports
 from replay_engine import Script
 from replay_fixtures import Pod, PodFactory, router_settings
 from stub_pods import client, until_state
@@ -20,11 +21,6 @@ from stub_pods import client, until_state
 pytestmark = pytest.mark.multiproc
 
 ASK = {"prompt": "a", "max_tokens": 5, "stream": True}
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
 
 
 def route(settings_path: Path, **options: object) -> subprocess.Popen[bytes]:
@@ -54,7 +50,7 @@ async def test_a_router_that_is_told_to_end_loses_no_request(start_pod: PodFacto
     prefill, decode = await start_pod(role="prefill"), await start_pod()
     gate = asyncio.Event()
     decode.play(Script([104, 105], gate=gate))
-    port = free_port()
+    [port] = free_ports(1)
     settings = router_settings([prefill], [decode], port=port, drain_s=8.0)
     (tmp_path / "router.json").write_text(settings.model_dump_json())
     async with running(tmp_path / "router.json", port) as (process, http):
@@ -77,7 +73,7 @@ async def test_a_router_that_is_told_to_end_loses_no_request(start_pod: PodFacto
 
 async def test_an_idle_connection_outlives_the_clients_patience(start_pod: PodFactory, tmp_path: Path) -> None:
     """httpx uses a connection again for 5 s: a server that closes at 5 s loses the request that comes just then."""
-    port = free_port()
+    [port] = free_ports(1)
     settings = router_settings([await start_pod(role="prefill")], [await start_pod()], port=port)
     (tmp_path / "router.json").write_text(settings.model_dump_json())
     async with running(tmp_path / "router.json", port):

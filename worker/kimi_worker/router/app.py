@@ -22,8 +22,10 @@ from kimi_worker.router.metrics import Metrics
 from kimi_worker.router.pick import explain, pick
 from kimi_worker.router.pool import Pool
 from kimi_worker.router.proxy import Proxy, Route
-from kimi_worker.server.http import KEEP_ALIVE_S, PATIENCE, Patience, add_error_handlers
-from kimi_worker.server.listen import BACKLOG, keep_alive, take_port
+from kimi_worker.server.http import PATIENCE, Patience, add_error_handlers
+from kimi_worker.server.listen import keep_alive, take_port
+from kimi_worker.server.private_logs import log_privately
+from kimi_worker.server.serving import KEEP_ALIVE_S, uvicorn_config
 from kimi_worker.server.work import unknown_model
 from kimi_worker.settings import Role, RouterSettings
 
@@ -215,16 +217,9 @@ class _Server(uvicorn.Server):
 
 async def serve(settings: RouterSettings, listener: socket.socket) -> None:
     """Run the router until a signal; streams that run get `drain_s` to end."""
+    log_privately()
     app = create_app(settings)
-    config = uvicorn.Config(
-        app,
-        access_log=False,
-        log_level="warning",
-        server_header=False,
-        backlog=BACKLOG,
-        timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=max(1, round(settings.drain_s)),
-    )
+    config = uvicorn_config(app, settings.drain_s)
     await _Server(config, app, settings.drain_s).serve([listener])
 
 

@@ -178,11 +178,12 @@ class Proxy(HangUpResponse):
                     for trip in trips:
                         trip.end()
         except (TimeoutError, aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
-            log.warning("pod_lost", pod=pod.address, error=repr(error), is_answer_begun=self._is_begun)
+            told = _told(error)
+            log.warning("pod_lost", pod=pod.address, error=told, is_answer_begun=self._is_begun)
             is_unreached = isinstance(error, aiohttp.ClientConnectorError | aiohttp.ServerTimeoutError)
             # one that is only slow to connect may be busy; its /state says whether it lives
             if not isinstance(error, TimeoutError):
-                pod.lose(f"{type(error).__name__}: {error}")
+                pod.lose(told)
             if self._is_begun:
                 await self._break_off(send)
                 return
@@ -253,6 +254,12 @@ class Proxy(HangUpResponse):
         self._route.metrics.count("broken")
         last = SSE_END + sse_error(lost) + SSE_DONE
         await send({"type": "http.response.body", "body": last, "more_body": False})
+
+
+def _told(error: Exception) -> str:
+    """For logs and other clients: an error in an answer's form may quote the answer."""
+    kind = type(error).__name__
+    return kind if isinstance(error, aiohttp.ClientPayloadError) else f"{kind}: {error}"
 
 
 async def _refusal(reply: aiohttp.ClientResponse, pair: Pair) -> RefusedError:

@@ -13,10 +13,12 @@ from kimi_worker.protocol.engine import LaneState
 from kimi_worker.protocol.handoff import is_endpoint
 from kimi_worker.protocol.openai import ApiError
 from kimi_worker.server.generation import Generation, Tools
-from kimi_worker.server.http import KEEP_ALIVE_S, PATIENCE, Patience, add_error_handlers, read_body
+from kimi_worker.server.http import PATIENCE, Patience, add_error_handlers, read_body
 from kimi_worker.server.lanes import Lane, Lanes
-from kimi_worker.server.listen import BACKLOG, take_port
+from kimi_worker.server.listen import take_port
 from kimi_worker.server.metrics import Metrics
+from kimi_worker.server.private_logs import log_privately
+from kimi_worker.server.serving import uvicorn_config
 from kimi_worker.server.work import Intake, Work, unknown_model
 from kimi_worker.settings import PodIdentity, Role, WorkerSettings
 
@@ -199,13 +201,6 @@ def _add_pod_routes(app: FastAPI, pod: Pod) -> None:
 async def serve(settings: WorkerSettings, identity: PodIdentity) -> None:
     """Run the API process until a signal; streams that run get `timeouts.drain_s` to end. Raises PortError."""
     listener = take_port(settings.ports.api)
-    config = uvicorn.Config(
-        create_app(settings, identity),
-        access_log=False,
-        log_level="warning",
-        server_header=False,
-        backlog=BACKLOG,
-        timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=int(settings.timeouts.drain_s),
-    )
+    log_privately()
+    config = uvicorn_config(create_app(settings, identity), settings.timeouts.drain_s)
     await uvicorn.Server(config).serve([listener])

@@ -17,10 +17,6 @@ from kimi_worker.protocol.openai import ApiError
 
 log = structlog.get_logger()
 
-KEEP_ALIVE_S = 120
-"""How long an idle connection stays open: longer than clients keep one (httpx 5 s, aiohttp 15 s, nginx 60 s, Go 90 s),
-or a request on one that is just being closed would be lost."""
-
 
 def error_response(error: ApiError) -> Response:
     return Response(msgspec.json.encode(error.body()), error.status, error.headers(), "application/json")

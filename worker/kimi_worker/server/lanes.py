@@ -23,6 +23,7 @@ from kimi_worker.protocol.engine import (
     Watch,
     api_socket,
 )
+from kimi_worker.server.private_logs import places
 
 log = structlog.get_logger()
 _decoder = msgspec.msgpack.Decoder(FromEngine)
@@ -208,5 +209,6 @@ class Lanes:
 
     def _listener_ended(self, task: "asyncio.Task[None]") -> None:
         if not task.cancelled() and (error := task.exception()):
-            self.error = f"{task.get_name()}: {error!r}"
-            log.error("lane_listener_failed", lane=task.get_name(), error=repr(error))
+            # clients and /state read it; the error's own words may quote an answer
+            self.error = f"{task.get_name()}: {type(error).__name__}; this pod's log has the place"
+            log.error("lane_listener_failed", lane=task.get_name(), errors=places(error))
