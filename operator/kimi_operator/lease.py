@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from typing import Any
 
 import aiohttp
@@ -21,34 +23,33 @@ log = structlog.get_logger()
 
 
 class PatientLock(LeaseLock):  # type: ignore[misc]
-    """A LeaseLock for which an API server that is away is a failed try and not the end."""
+    """A LeaseLock for which an API server that is away is a failed try and not the end; each is one line of the log.
+
+    The library's own `create` and `update` log their errors with a trace; its `create` (37.0.2) also passes a
+    pretty=True that its own validation refuses.
+    """
 
     async def get(self, name: str, namespace: str) -> tuple[bool, Any]:
         """The Lease's record; (False, error) when there is none or nobody answers."""
         try:
-            found: tuple[bool, Any] = await super().get(name, namespace)
-            return found
+            is_there, found = await super().get(name, namespace)
         except (aiohttp.ClientError, OSError) as error:
-            return False, ApiException(status=0, reason=repr(error))
+            is_there, found = False, ApiException(status=0, reason=repr(error))
+        if not is_there and found.status != HTTPStatus.NOT_FOUND:
+            log.warning("lease_not_read", status=found.status, error=found.reason)
+        return is_there, found
 
     async def create(self, name: str, namespace: str, election_record: Any) -> bool:
         """Whether the Lease was made."""
-        # Not super().create: the client's 37.0.2 passes pretty=True there, which its own validation refuses.
         lease = client.V1Lease(metadata=client.V1ObjectMeta(name=name), spec=self.update_lease(election_record))
-        try:
-            await self.api_instance.create_namespaced_lease(namespace, lease)
-            return True
-        except (ApiException, aiohttp.ClientError, OSError) as error:
-            log.warning("lease_not_created", error=repr(error))
-            return False
+        return await _is_done("lease_not_created", self.api_instance.create_namespaced_lease(namespace, lease))
 
     async def update(self, name: str, namespace: str, updated_record: Any) -> bool:
         """Whether the Lease was renewed or taken."""
-        try:
-            return bool(await super().update(name, namespace, updated_record))
-        except (aiohttp.ClientError, OSError) as error:
-            log.warning("lease_not_updated", error=repr(error))
-            return False
+        lease = self.lease_reference
+        assert lease is not None, "the election reads the Lease before it writes it"
+        lease.spec = self.update_lease(updated_record, lease.spec)
+        return await _is_done("lease_not_updated", self.api_instance.replace_namespaced_lease(name, namespace, lease))
 
     async def release(self, within_s: float) -> None:
         """Hand the Lease back, so that a standby need not wait for its end."""
@@ -59,6 +60,19 @@ class PatientLock(LeaseLock):  # type: ignore[misc]
         with suppress(ApiException, aiohttp.ClientError, TimeoutError, OSError):
             async with asyncio.timeout(within_s):
                 await self.api_instance.replace_namespaced_lease(self.name, self.namespace, self.lease_reference)
+
+
+async def _is_done(otherwise: str, write: Awaitable[object]) -> bool:
+    """Whether a write succeeded; `otherwise` is the event to log. 409: another replica has written before."""
+    try:
+        await write
+    except ApiException as error:
+        log.warning(otherwise, status=error.status, error=error.reason)
+    except (aiohttp.ClientError, OSError) as error:
+        log.warning(otherwise, error=repr(error))
+    else:
+        return True
+    return False
 
 
 class PunctualElection(LeaderElection):  # type: ignore[misc]

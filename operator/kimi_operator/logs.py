@@ -29,3 +29,5 @@ def configure_logs(level: str) -> None:
     ]
     handler.setFormatter(structlog.stdlib.ProcessorFormatter(processors=renderer, foreign_pre_chain=shared))
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
+    # lease.py says the same in one line each; the library adds traces and says it twice.
+    logging.getLogger("kubernetes.aio.leaderelection").setLevel(logging.CRITICAL)
