@@ -31,6 +31,11 @@ async def vanish(stub: StubPod, _: asyncio.StreamWriter) -> None:
     await stub.release.wait()
 
 
+async def babble(_: StubPod, writer: asyncio.StreamWriter) -> None:
+    """Answer in another protocol, as whoever has the address now may do."""
+    writer.write(b"220 mail ESMTP\r\n\r\n")
+
+
 async def engine_error(_: StubPod, writer: asyncio.StreamWriter) -> None:
     """Say that the request has failed and that another pod may answer it."""
     headers = b"x-kimi-error: engine_error\r\nx-kimi-retryable: true\r\n"
@@ -49,7 +54,7 @@ async def decode(start_pod: PodFactory) -> Pod:
     return pod
 
 
-@pytest.mark.parametrize("answer", [die, vanish])
+@pytest.mark.parametrize("answer", [die, vanish, babble])
 async def test_a_pod_that_is_lost_before_its_answer_is_replaced(prefill: Pod, decode: Pod, answer) -> None:
     better = await report_of(decode, free_pages=1000)
     async with stub_pods(better, answer) as [stub]:

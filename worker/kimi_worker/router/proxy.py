@@ -177,7 +177,7 @@ class Proxy(HangUpResponse):
                 finally:
                     for trip in trips:
                         trip.end()
-        except (TimeoutError, aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
+        except (TimeoutError, aiohttp.ClientError) as error:
             told = _told(error)
             log.warning("pod_lost", pod=pod.address, error=told, is_answer_begun=self._is_begun)
             is_unreached = isinstance(error, aiohttp.ClientConnectorError | aiohttp.ServerTimeoutError)
@@ -257,9 +257,9 @@ class Proxy(HangUpResponse):
 
 
 def _told(error: Exception) -> str:
-    """For logs and other clients: an error in an answer's form may quote the answer."""
+    """For logs and other clients: an error in an answer's form may quote the answer, one of a connection does not."""
     kind = type(error).__name__
-    return kind if isinstance(error, aiohttp.ClientPayloadError) else f"{kind}: {error}"
+    return f"{kind}: {error}" if isinstance(error, TimeoutError | aiohttp.ClientConnectionError) else kind
 
 
 async def _refusal(reply: aiohttp.ClientResponse, pair: Pair) -> RefusedError:
