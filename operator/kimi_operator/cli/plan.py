@@ -13,7 +13,9 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from kimi_operator.api.deployment import Role
+from kimi_operator.cli.check import check as check_published
 from kimi_operator.cli.manifests import read_and_plan
+from kimi_operator.errors import InvalidSpec, Problem
 from kimi_operator.planner import Infeasible, Plan, RolePlan
 from kimi_operator.planner.units import bytes_text
 
@@ -23,8 +25,9 @@ LABEL_WIDTH = 28
 
 def plan(
     *,
-    file: Annotated[list[Path], Parameter(name=["--file", "-f"], allow_leading_hyphen=True, negative=())],
+    file: Annotated[list[Path] | None, Parameter(name=["--file", "-f"], allow_leading_hyphen=True, negative=())] = None,
     output: Annotated[Output, Parameter(name=["--output", "-o"])] = "text",
+    check: Annotated[bool, Parameter(negative=())] = False,
 ) -> int:
     """Plan a KimiDeployment without a cluster.
 
@@ -34,7 +37,13 @@ def plan(
         YAML with one KimiDeployment, and your own HardwareProfiles if any; `-` is standard input. Can be repeated.
     output
         text or json.
+    check
+        Compare the planner with published figures of Kimi-K3 instead, row by row; exit 1 when one is missed.
     """
+    if check:
+        return check_published(output)
+    if not file:
+        raise InvalidSpec((Problem("--file", "nothing", "a manifest or --check", "name one with -f"),))
     result = read_and_plan(file).plan
     if isinstance(result, Infeasible):
         sys.stdout.write(_json_of(result) if output == "json" else _refusal(result))

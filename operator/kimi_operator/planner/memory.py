@@ -10,7 +10,8 @@ from pydantic.alias_generators import to_camel
 
 from kimi_operator.api.profile import DType, HardwareProfileSpec
 from kimi_operator.planner.architecture import Architecture
-from kimi_operator.planner.tensors import Placement, tensor_table
+from kimi_operator.planner.tensors import Part, Placement, tensor_table
+from kimi_operator.planner.units import bytes_text
 
 ITEMSIZE = {DType.FLOAT32: 4, DType.BFLOAT16: 2}
 STATE_ITEMSIZE = 4
@@ -84,8 +85,8 @@ def weight_lines(a: Architecture, shape: GroupShape, experts: ExpertFormat, dtyp
     """Weights of one rank: its routed experts, its part of what a lane shares, and what every rank holds whole."""
     per_rank = a.num_experts // shape.ranks
     one = experts.expert_bytes(a)
-    split = _resident_bytes(a, Placement.TENSOR_PARALLEL, ITEMSIZE[dtype])
-    whole = _resident_bytes(a, Placement.REPLICATED, ITEMSIZE[dtype])
+    split = _resident_parts(a, Placement.TENSOR_PARALLEL, ITEMSIZE[dtype])
+    whole = _resident_parts(a, Placement.REPLICATED, ITEMSIZE[dtype])
     return (
         MemoryLine(
             "routed experts",
@@ -96,22 +97,30 @@ def weight_lines(a: Architecture, shape: GroupShape, experts: ExpertFormat, dtyp
         ),
         MemoryLine(
             "weights split over a lane",
-            split // shape.tensor_parallel,
-            f"{split:,} B / tensorParallel {shape.tensor_parallel}: attention, shared experts, vocabulary ({dtype})",
+            sum(split.values()) // shape.tensor_parallel,
+            f"{sum(split.values()):,} B / tensorParallel {shape.tensor_parallel}: {_sum_text(split)} ({dtype})",
             is_weights=True,
         ),
         MemoryLine(
             "weights whole on each rank",
-            whole,
-            f"low-rank and latent projections, norms ({dtype}), routers (float32)",
+            sum(whole.values()),
+            f"{_sum_text(whole)} ({dtype}, routers float32)",
             is_weights=True,
         ),
     )
 
 
 @cache
-def _resident_bytes(a: Architecture, placement: Placement, itemsize: int) -> int:
-    return sum(tensor.resident_bytes(itemsize) for tensor in tensor_table(a) if tensor.placement is placement)
+def _resident_parts(a: Architecture, placement: Placement, itemsize: int) -> dict[Part, int]:
+    parts: dict[Part, int] = {}
+    for tensor in tensor_table(a):
+        if tensor.placement is placement:
+            parts[tensor.part] = parts.get(tensor.part, 0) + tensor.resident_bytes(itemsize)
+    return dict(sorted(parts.items(), key=lambda part: -part[1]))
+
+
+def _sum_text(parts: dict[Part, int]) -> str:
+    return " + ".join(f"{part} {bytes_text(amount)}" for part, amount in parts.items())
 
 
 def reserve_lines(profile: HardwareProfileSpec) -> tuple[MemoryLine, ...]:
@@ -132,10 +141,10 @@ _RESERVES = (
 
 def _reserve_line(profile: HardwareProfileSpec, field: str, label: str, when_zero: str) -> MemoryLine:
     amount: int = getattr(profile.reserve, field)
-    source = profile.sources.get(f"reserve.{to_camel(field)}")
-    if amount == 0:
-        return MemoryLine(label, 0, source or when_zero)
-    return MemoryLine(label, amount, source or "the profile gives no source: take it as not measured")
+    path = f"reserve.{to_camel(field)}"
+    if path in profile.sources or "reserve" in profile.sources:
+        return MemoryLine(label, amount, profile.source(path))
+    return MemoryLine(label, amount, "the profile gives no source: take it as not measured" if amount else when_zero)
 
 
 def row_bytes(a: Architecture, itemsize: int) -> int:

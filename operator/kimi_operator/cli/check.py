@@ -1,0 +1,105 @@
+"""`kimictl plan --check`: every published figure beside what the planner computes, row by row."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from kimi_operator.planner.figures import Checked, Kind, Value, Verdict, judge
+from kimi_operator.planner.published import Given, compute
+from kimi_operator.profiles import architecture, built_in_profiles
+from kimi_operator.profiles.figures import published_figures
+
+ARCHITECTURE = "kimi-k3"
+NAME_WIDTH, VERDICT_WIDTH = 48, 18
+NUMBER_WIDTHS = (17, 17, 9)
+
+
+def check(output: str) -> int:
+    """Print the comparison as text or json; returns 1 when a row is missed or not computed."""
+    given = Given(architecture(ARCHITECTURE), built_in_profiles())
+    rows = [judge(figure, compute(figure.path, given)) for figure in published_figures()]
+    sys.stdout.write(_json(rows) if output == "json" else "\n".join(_text(rows)) + "\n")
+    return 0 if all(row.is_right for row in rows) else 1
+
+
+def _json(rows: list[Checked]) -> str:
+    document = {
+        "architecture": ARCHITECTURE,
+        "ok": all(row.is_right for row in rows),
+        "rows": [_row_document(row) for row in rows],
+    }
+    return json.dumps(document, indent=2) + "\n"
+
+
+def _row_document(row: Checked) -> dict[str, Any]:
+    figure, computed = row.figure, row.computed
+    return {
+        "section": figure.section,
+        "name": figure.name,
+        "published": figure.published,
+        "computed": None if computed is None else computed.value,
+        "kind": figure.kind.value,
+        "tolerance": figure.tolerance,
+        "deviation": deviation(row),
+        "verdict": row.verdict.value,
+        "how": "" if computed is None else computed.how,
+        "reason": "" if computed is None else computed.reason,
+    }
+
+
+def deviation(row: Checked) -> float | None:
+    """Computed over published, less 1; None where one of them is no number."""
+    published, computed = row.figure.published, row.computed
+    if computed is None or isinstance(computed.value, str) or isinstance(published, str) or published == 0:
+        return None
+    return computed.value / published - 1
+
+
+def _text(rows: list[Checked]) -> Iterator[str]:
+    yield _columns("published figure", "published", "computed", "tolerance", "verdict", "how")
+    section = ""
+    for row in rows:
+        if row.figure.section != section:
+            section = row.figure.section
+            yield section
+        yield _row_text(row)
+        if row.computed is not None and row.computed.reason:
+            yield f"    why: {row.computed.reason}"
+    counts = Counter(row.verdict for row in rows)
+    yield ""
+    yield f"{len(rows)} rows: " + ", ".join(f"{counts[verdict]} {verdict}" for verdict in Verdict if counts[verdict])
+
+
+def _row_text(row: Checked) -> str:
+    figure, computed = row.figure, row.computed
+    tolerance = {
+        Kind.EXACT: "exact",
+        Kind.WITHIN: f"{100 * (figure.tolerance or 0):g} %",
+        Kind.NOTE: "none",
+    }[figure.kind]
+    verdict = str(row.verdict)
+    off = deviation(row)
+    if figure.kind is Kind.WITHIN and off is not None:
+        verdict += f" {100 * off:+.2g} %"
+    value, how = ("-", "") if computed is None else (_number(computed.value, figure.decimals), computed.how)
+    return _columns(f"  {figure.name}", _number(figure.published, figure.decimals), value, tolerance, verdict, how)
+
+
+def _number(value: Value, decimals: int) -> str:
+    """Text and whole numbers as they are, others with two digits more than were printed."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:,.{decimals + 2}f}".rstrip("0").removesuffix(".")
+
+
+def _columns(*cells: str) -> str:
+    """Name to the left, the three numbers to the right, verdict and how to the left."""
+    name, *numbers, verdict, how = cells
+    aligned = " ".join(f"{number:>{width}}" for number, width in zip(numbers, NUMBER_WIDTHS, strict=True))
+    return f"{name:<{NAME_WIDTH}} {aligned}  {verdict:<{VERDICT_WIDTH}} {how}".rstrip()
