@@ -19,9 +19,9 @@ OPERATOR = "system:serviceaccount:kimi-system:kimi-operator"
 WRITES = ("create", "update", "patch", "delete", "deletecollection")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
-    """Four nodes with eight GPUs each, for the whole session; a test that breaks something mends it.
+    """Four nodes with eight GPUs each, for all tests of this folder; a test that breaks something mends it.
 
     KIMI_TEST_CLUSTER names a running cluster to use instead, which saves its start while a test is being written.
     """
