@@ -9,9 +9,8 @@ import signal
 import socket
 import sys
 from collections.abc import Coroutine
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
-from itertools import chain, repeat
 from typing import Any, NoReturn
 
 import aiohttp
@@ -39,7 +38,7 @@ from kimi_operator.store import Document, Listing, ResourceKey, Store
 
 LAG_PERIOD_S = 1.0
 SETTLE_S = 15.0
-"""After the watches began: what went between our first list and their own, they never tell."""
+"""Until the other watches have begun too: what went between our last list and their own, they never tell."""
 log = structlog.get_logger()
 
 
@@ -87,8 +86,14 @@ class Operator:
         return Listing(documents, min(listing.version for listing in listings))
 
     async def _relist_forever(self) -> None:
-        for pause_s in chain([min(SETTLE_S, self.settings.resync_s)], repeat(self.settings.resync_s)):
-            await asyncio.sleep(pause_s)
+        began, resync_s = self.inbox.watch_began, self.settings.resync_s
+        began.set()
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(resync_s):
+                    await began.wait()
+                    await asyncio.sleep(SETTLE_S)
+            began.clear()
             try:
                 await self.list_all()
             except ClusterUnavailable as error:

@@ -11,7 +11,7 @@ from typing import Any
 from kimi_operator.cluster import Cluster
 from kimi_operator.decide.groups import GroupDecision, Stamp
 from kimi_operator.decide.leftovers import find_leftovers
-from kimi_operator.errors import ClusterUnavailable, InvalidSpec, Problem
+from kimi_operator.errors import ClusterUnavailable, InvalidSpec, Problem, ResourceGone
 from kimi_operator.observe import ANNOTATION_FAILURE, ANNOTATION_RESTARTS, ANNOTATION_STREAK, Observed, PodSeen
 from kimi_operator.render import Manifest, Rendered
 from kimi_operator.render.names import (
@@ -79,7 +79,10 @@ class Actor:
         decisions: Mapping[GroupKey, GroupDecision],
         seen: Observed,
     ) -> Outcome:
-        """Do what was decided; every step may be repeated. Nothing rendered: only what exists is healed."""
+        """Do what was decided; every step may be repeated. Nothing rendered: only what exists is healed.
+
+        Raises ResourceGone when the KimiDeployment is no more.
+        """
         metadata = document["metadata"]
         owner = Owner(metadata["name"], metadata["namespace"], metadata["uid"])
         outcome = Outcome()
@@ -130,6 +133,9 @@ class Actor:
     async def _apply(
         self, owner: Owner, rendered: Rendered, decisions: Mapping[GroupKey, GroupDecision], outcome: Outcome
     ) -> None:
+        if any(self.store.get(_key(manifest)) is None for manifest in rendered.manifests):
+            with outcome.collect():
+                await self._check_alive(owner)
         by_name = {stateful_set_name(owner.name, key): decision for key, decision in decisions.items()}
         lacks_basis = False
         for manifest in rendered.manifests:
@@ -144,7 +150,7 @@ class Actor:
 
     async def _apply_one(self, owner: Owner, manifest: Manifest, decision: GroupDecision | None) -> None:
         body: Document = manifest.body
-        key = ObjectKey(manifest.kind, manifest.namespace, manifest.name)
+        key = _key(manifest)
         was_known = self.store.get(key) is not None
         if not body.get("immutable"):  # the name of one that is follows from its content
             await self._check_owner(owner, key)
@@ -155,6 +161,16 @@ class Actor:
                 return
             body = _with_annotations(body, group_annotations(decision.stamp))
         await self.cluster.apply(body)
+
+    async def _check_alive(self, owner: Owner) -> None:
+        """A child is to be made: perhaps all of them went with an owner whose end no watch has told. ResourceGone then.
+
+        Children made after that would only be collected again.
+        """
+        named = f"metadata.name={owner.name}"
+        found = (await self.cluster.list("KimiDeployment", namespace=owner.namespace, fields=named)).documents
+        if not any(one["metadata"]["uid"] == owner.uid for one in found):
+            raise ResourceGone(f"KimiDeployment {owner.namespace}/{owner.name} was deleted")
 
     async def _check_owner(self, owner: Owner, key: ObjectKey) -> None:
         """Nothing that belongs to somebody else is written to. Raises NameConflict, or ClusterUnavailable to wait."""
@@ -197,6 +213,10 @@ class Actor:
         if decision.stamp is None or live is None:
             return decision.stamp is None
         return _generation(live) == str(decision.stamp.generation)
+
+
+def _key(manifest: Manifest) -> ObjectKey:
+    return ObjectKey(manifest.kind, manifest.namespace, manifest.name)
 
 
 def _generation(stateful_set: Document) -> str:

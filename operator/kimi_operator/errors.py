@@ -30,6 +30,10 @@ class InvalidSpec(KimiError):  # noqa: N818 - named for what is wrong
         self.problems = problems
 
 
+class ResourceGone(KimiError):  # noqa: N818 - named for what is wrong
+    """A KimiDeployment is deleted, or will be: nothing is left to do for it, and nobody has to act."""
+
+
 class ClusterUnavailable(KimiError):  # noqa: N818 - named for what is wrong
     """The API server or a node is not answering; try again after `retry_after_s` seconds."""
 

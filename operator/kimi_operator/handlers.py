@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import kopf
@@ -27,9 +28,13 @@ class Inbox:
 
     store: Store
     queue: WorkQueue[ResourceKey]
+    watch_began: asyncio.Event = field(default_factory=asyncio.Event)
+    """Some watch has listed its kind, at its start or after it broke: what went before that, it never tells."""
 
     def take(self, event_type: str | None, document: Document) -> None:
-        """One event of a watch."""
+        """One event of a watch; one of what it lists has no type."""
+        if event_type is None:
+            self.watch_began.set()
         before = self.store.get(key_of(document))
         changed = self.store.remove(document) if event_type == "DELETED" else self.store.put(document)
         if changed and not _is_own_echo(document, before, event_type):

@@ -19,7 +19,7 @@ from kimi_operator.decide.evidence import Patience, Scene
 from kimi_operator.decide.groups import GroupDecision, GroupPolicy, GroupWanted, without_stamp
 from kimi_operator.decide.rollout import decide_groups
 from kimi_operator.desire import Desired, Profiles, desire, keep_running, read_profiles
-from kimi_operator.errors import InvalidSpec
+from kimi_operator.errors import InvalidSpec, ResourceGone
 from kimi_operator.ghosts import Ghosts
 from kimi_operator.journal import Journal, News, news_of
 from kimi_operator.look import Look, Refusal
@@ -80,9 +80,20 @@ class Reconciler:
         """Reconcile; the answer is when to look again, in seconds."""
         document = self.store.get(ObjectKey("KimiDeployment", *key))
         if document is None or document["metadata"].get("deletionTimestamp"):
-            self.metrics.forget_groups(key)
-            self._desired.pop(key, None)
-            return FORGET
+            return self._forget(key)
+        try:
+            return await self._reconcile(key, document)
+        except ResourceGone as error:
+            log.info("let_go", deployment=str(key), why=str(error))
+            self.store.remove(document)
+            return self._forget(key)
+
+    def _forget(self, key: ResourceKey) -> float:
+        self.metrics.forget_groups(key)
+        self._desired.pop(key, None)
+        return FORGET
+
+    async def _reconcile(self, key: ResourceKey, document: Document) -> float | None:
         step = await self._decide(key, document)
         outcome = await self.actor.act(document, step.rendered, step.decisions, step.seen)
         step = replace(step, decisions=what_became(step, outcome))

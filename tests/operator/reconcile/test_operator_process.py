@@ -14,6 +14,12 @@ from stage import K3, Stage
 DEADLINE_S = 30.0
 
 
+async def leaves(stage: Stage, key: ObjectKey) -> None:
+    """The operator no longer knows the object."""
+    while stage.operator.inbox.store.get(key) is not None:  # noqa: ASYNC110  # it has no event to offer
+        await asyncio.sleep(0.01)
+
+
 async def test_soon_after_the_start_everything_is_listed_once_more(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -25,8 +31,29 @@ async def test_soon_after_the_start_everything_is_listed_once_more(
     monkeypatch.setattr(process, "SETTLE_S", 0.01)
     task = asyncio.create_task(stage.operator._relist_forever())
     async with asyncio.timeout(DEADLINE_S):
-        while inbox.store.get(ObjectKey("Pod", "ns", name)) is not None:  # noqa: ASYNC110  # it has no event to offer
-            await asyncio.sleep(0.01)
+        await leaves(stage, ObjectKey("Pod", "ns", name))
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
+    assert K3 in inbox.queue._due
+
+
+async def test_what_went_while_a_watch_was_broken_is_found_soon_after(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A watch that begins anew lists what is there: events without a type, and none for what went."""
+    await stage.settle()
+    inbox, name = stage.operator.inbox, "k3-decode-0-0"
+    stage.server.drop(Key("Pod", "ns", name))
+    monkeypatch.setattr(process, "SETTLE_S", 0.01)
+    task = asyncio.create_task(stage.operator._relist_forever())
+    async with asyncio.timeout(DEADLINE_S):
+        await leaves(stage, ObjectKey("Pod", "ns", name))
+        stage.server.drop(stage.deployment_key())
+        inbox.take("MODIFIED", stage.server.get("Node", "node0"))
+        assert not inbox.watch_began.is_set()
+        inbox.take(None, stage.server.get("Node", "node0"))
+        await leaves(stage, ObjectKey("KimiDeployment", *K3))
     task.cancel()
     with suppress(asyncio.CancelledError):
         await task

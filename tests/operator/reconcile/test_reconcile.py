@@ -9,8 +9,9 @@ import pytest
 from api_server import UNANSWERED, Fault, Key
 from kimi_operator.errors import ClusterUnavailable
 from kimi_operator.queue import FORGET
+from kimi_operator.store import ObjectKey
 from kimi_operator.times import parse_time
-from stage import Stage, example, node
+from stage import K3, Stage, example, node
 
 DECODE, PREFILL = "k3-decode-0", "k3-prefill-0"
 PODS = {f"{DECODE}-0", f"{DECODE}-1"}
@@ -278,6 +279,25 @@ async def test_a_deployment_that_goes_while_it_is_reconciled_is_let_go(stage: St
     stage.server.writes.clear()
     assert await stage.look() == FORGET
     assert stage.server.writes == []
+
+
+@pytest.mark.parametrize("successor", [False, True], ids=["gone", "made anew"])
+async def test_nothing_is_made_for_a_deployment_whose_end_nobody_told(stage: Stage, successor: bool) -> None:
+    """Its children are collected, and the watches of those do tell."""
+    await stage.settle()
+    await stage.operator.list_all()
+    document = stage.server.get("KimiDeployment", "k3")
+    children = stage.reconciler.store.of_owner(K3)
+    children.remove(stage.reconciler.store.get(ObjectKey("KimiDeployment", *K3)))
+    stage.server.drop(stage.deployment_key())
+    if successor:
+        stage.server.put({**document, "metadata": {"name": "k3", "namespace": "ns"}, "status": {}})
+    stage.server.writes.clear()
+    for child in children:
+        stage.operator.inbox.take("DELETED", child)
+        assert await stage.reconcile() == FORGET
+    assert stage.server.writes == []
+    assert stage.operator.inbox.store.get(ObjectKey("KimiDeployment", *K3)) is None
 
 
 async def test_a_deployment_that_is_being_deleted_is_not_touched(stage: Stage) -> None:
