@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from enum import StrEnum
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import Field, StringConstraints
+from pydantic import ConfigDict, Field, StringConstraints, model_validator
 
-from kimi_operator.api.base import API_VERSION, ApiModel, Bytes
+from kimi_operator.api.base import API_VERSION, ApiModel, Bytes, dump, rule, rules
+from kimi_operator.api.contradictions import contradictions
 from kimi_operator.api.deployment import Transport
 from kimi_operator.api.meta import ObjectMeta
 from kimi_operator.api.pod import EnvVar, Path, Resources, Source
+from kimi_operator.errors import InvalidSpec
 
-DeviceId = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{4}$")]
+DeviceId = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{4}$", max_length=4)]
 PositiveCount = Annotated[int, Field(ge=1)]
 
 
@@ -48,19 +51,148 @@ class HostPathType(StrEnum):
     ANY = ""
 
 
+class ComputePartition(StrEnum):
+    """Into how many GPUs a card's compute dies are split, as AMD names it."""
+
+    SPX = "SPX"
+    """One: the whole card."""
+    DPX = "DPX"
+    TPX = "TPX"
+    QPX = "QPX"
+    CPX = "CPX"
+    """One a compute die."""
+
+
+class MemoryPartition(StrEnum):
+    """Into how many ranges a card's memory is split, as AMD names it."""
+
+    NPS1 = "NPS1"
+    NPS2 = "NPS2"
+    NPS4 = "NPS4"
+    NPS8 = "NPS8"
+
+
+class Basis(StrEnum):
+    """How well a figure is known."""
+
+    MEASURED = "Measured"
+    """On this hardware."""
+    REPORTED = "Reported"
+    """By the node itself: a label, a capacity."""
+    DATA_SHEET = "DataSheet"
+    """What the vendor states."""
+    DERIVED = "Derived"
+    """Computed from figures of this hardware that are known."""
+    PUBLISHED = "Published"
+    """By others, about this hardware; not verified, or their figures differ."""
+    CARRIED = "Carried"
+    """Measured or published for another chip, and taken over from it."""
+    ASSUMED = "Assumed"
+    """Chosen; nobody measured it."""
+
+    @property
+    def caveat(self) -> str:
+        """What to say beside a figure that nobody measured on this hardware; empty when it is known."""
+        return _CAVEATS.get(self, "")
+
+
+_CAVEATS = {
+    Basis.PUBLISHED: "not verified",
+    Basis.CARRIED: "not measured on this hardware",
+    Basis.ASSUMED: "not measured",
+}
+
+
+class WorkerSupport(StrEnum):
+    """What the bundled worker promises on this hardware."""
+
+    TARGET = "Target"
+    """It is made for it."""
+    UNTESTED = "Untested"
+    """Nothing in it is known to fail there, and nobody ran it: plans are made, with a warning."""
+    UNSUPPORTED = "Unsupported"
+    """It cannot run there: deployments are refused."""
+
+
+Note = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+
+
+class WorkerSpec(ApiModel):
+    """What the bundled worker can and cannot do on this hardware."""
+
+    support: WorkerSupport = Field(description="Target, Untested (warned about) or Unsupported (refused).")
+    works: tuple[Note, ...] = Field(default=(), max_length=16, description="What is known to work.")
+    lacks: tuple[Note, ...] = Field(default=(), max_length=16, description="What is missing, unused or unknown.")
+
+
 class MatchSpec(ApiModel):
     """How nodes of this class are told from others: PCI device id and memory, never the product name alone."""
 
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            rule(
+                "!has(self.vram) || (has(self.deviceIds) && self.deviceIds.size() > 0)",
+                "vram alone matches no node; state deviceIds too",
+            ),
+            rule(
+                "!has(self.virtualDeviceIds) || "
+                "(has(self.deviceIds) && self.virtualDeviceIds.all(v, self.deviceIds.exists(d, d == v)))",
+                "virtualDeviceIds must be among deviceIds",
+            ),
+        )
+    )
+
     device_ids: tuple[DeviceId, ...] = Field(
         default=(), max_length=16, description="Values of the label amd.com/gpu.device-id."
+    )
+    virtual_device_ids: tuple[DeviceId, ...] = Field(
+        default=(), max_length=16, description="Those of deviceIds that are virtual functions (SR-IOV)."
     )
     vram: Bytes | None = Field(
         default=None, description="Memory of a GPU as the label amd.com/gpu.vram states it (192G means 192 GiB)."
     )
 
 
+class CardSpec(ApiModel):
+    """The card as its vendor states it, which a GPU is the whole of or a partition of."""
+
+    memory: Bytes = Field(description="Memory of the card.")
+    compute_units: int = Field(ge=1, le=4096, description="Compute units that are switched on.")
+    compute_dies: int = Field(ge=1, le=64, description="Compute dies (XCDs); CPX makes a GPU of each.")
+
+
+class PartitionSpec(ApiModel):
+    """Which part of its card a GPU is."""
+
+    compute: ComputePartition = Field(default=ComputePartition.SPX, description="SPX is the whole card.")
+    memory: MemoryPartition = Field(default=MemoryPartition.NPS1, description="NPS1 is one range of memory.")
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether a GPU is a whole card."""
+        return self == PartitionSpec()
+
+    def __str__(self) -> str:
+        """As AMD's node labeller writes it: cpx_nps4."""
+        return f"{self.compute}_{self.memory}".lower()
+
+
 class GpuSpec(ApiModel):
-    """The GPU."""
+    """The GPU: what one rank computes on. A partition of a card counts as a GPU of its own."""
+
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            rule(
+                "!has(self.card) || !has(self.computeUnits) || self.computeUnits <= self.card.computeUnits",
+                "computeUnits of a GPU cannot be more than those of its card",
+            ),
+            rule(
+                "has(self.card) || !has(self.partition) || !has(self.partition.compute) || "
+                "self.partition.compute == 'SPX'",
+                "a partition needs card, the memory and compute units that it is a part of",
+            ),
+        )
+    )
 
     architecture: str = Field(min_length=1, max_length=32, description="Instruction set, such as gfx942.")
     resource: str = Field(
@@ -69,10 +201,24 @@ class GpuSpec(ApiModel):
     per_node: int = Field(ge=1, le=64, description="GPUs of a node.")
     memory: Bytes = Field(description="Memory of a GPU that programs see.")
     hbm_bytes_per_second: int | None = Field(default=None, ge=1, description="Peak memory bandwidth.")
+    bf16_flops_per_second: int | None = Field(
+        default=None, ge=1, description="Peak of dense bfloat16 matrix products, in operations a second."
+    )
+    compute_units: int | None = Field(default=None, ge=1, le=4096, description="Compute units of a GPU.")
+    card: CardSpec | None = Field(default=None, description="The card that a GPU is the whole or a part of.")
+    partition: PartitionSpec = Field(
+        default_factory=PartitionSpec, description="Which part of its card a GPU is; the whole when absent."
+    )
 
 
 class RuntimeSpec(ApiModel):
     """How the worker computes on this hardware."""
+
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            rule("self.device != 'cpu' || self.collectives == 'gloo'", "collectives on a cpu need gloo")
+        )
+    )
 
     device: Device = Field(description="cuda or cpu.")
     dtype: DType = Field(description="Type of activations and of weights that are not routed experts.")
@@ -83,6 +229,16 @@ class RuntimeSpec(ApiModel):
 
 class FabricSpec(ApiModel):
     """The network between nodes."""
+
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            # The API server tries the empty default before it fills in the fields.
+            rule(
+                "!has(self.transport) || self.transport != 'MoRIIO' || (has(self.fence) && self.fence == 'read_back')",
+                "transport MoRIIO completes before the bytes are seen; set fence to read_back",
+            )
+        )
+    )
 
     transport: Transport = Field(
         default=Transport.NIXL, description="Library of the handoff when spec.handoff.transport is Auto."
@@ -172,6 +328,29 @@ class TimeoutsSpec(ApiModel):
     )
 
 
+_Value = TypeVar("_Value")
+FieldPath = Annotated[str, StringConstraints(max_length=128)]
+_SECTIONS = ("match", "gpu", "runtime", "fabric", "reserve", "pod", "limits", "timeouts")
+
+
+def _numbers(value: Any, path: str) -> Iterator[tuple[str, int | str]]:
+    """Numbers and quantities below a field; texts, switches and lists are no figures."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _numbers(inner, f"{path}.{name}")
+        return
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    if is_number or (isinstance(value, str) and path.startswith("pod.resources.")):
+        yield path, value
+
+
+def _of_field_or_section(table: dict[str, _Value], path: str) -> _Value | None:
+    """What stands at a path or at the nearest section above it."""
+    while path not in table and "." in path:
+        path = path.rpartition(".")[0]
+    return table.get(path)
+
+
 class HardwareProfileSpec(ApiModel):
     """One class of nodes."""
 
@@ -183,15 +362,41 @@ class HardwareProfileSpec(ApiModel):
     pod: ProfilePodSpec = Field(default_factory=ProfilePodSpec, description="What a worker pod needs.")
     limits: LimitsSpec = Field(default_factory=LimitsSpec, description="Bounds of the planner.")
     timeouts: TimeoutsSpec = Field(default_factory=TimeoutsSpec, description="How long things may take.")
-    sources: dict[Annotated[str, StringConstraints(max_length=128)], Source] = Field(
+    worker: WorkerSpec | None = Field(
+        default=None, description="What the bundled worker can do here; follows from gpu.architecture when absent."
+    )
+    sources: dict[FieldPath, Source] = Field(
         default_factory=dict,
         max_length=64,
         description="Where a figure comes from: path of the field within spec (reserve.contexts) to a sentence.",
     )
+    basis: dict[FieldPath, Basis] = Field(
+        default_factory=dict,
+        max_length=64,
+        description="How well a figure is known: path of the field within spec to Measured, Reported, DataSheet, "
+        "Derived, Published, Carried or Assumed. The last three were not measured on this hardware.",
+    )
 
     def source(self, path: str) -> str:
-        """Where the figure at `path` comes from; says so when nobody stated it."""
-        return self.sources.get(path, "no source given")
+        """Where the figure at `path` comes from, and whether it was measured here; says so when nobody stated it."""
+        source = _of_field_or_section(self.sources, path)
+        if source is None:
+            return "no source given"
+        basis = self.basis_of(path)
+        return f"{source} ({basis.caveat})" if basis is not None and basis.caveat else source
+
+    def basis_of(self, path: str) -> Basis | None:
+        """How well the figure at `path` is known; None when the profile does not say."""
+        return _of_field_or_section(self.basis, path)
+
+    def figures(self) -> dict[str, int | str]:
+        """Every number that this profile states, by its path: memory, rates, reserves, limits, times."""
+        document = dump(self)
+        return {path: value for section in _SECTIONS for path, value in _numbers(document.get(section, {}), section)}
+
+    def unmeasured(self) -> dict[str, str]:
+        """Figures that nobody measured on this hardware, each with what is known of it."""
+        return {path: self.source(path) for path in self.figures() if (b := self.basis_of(path)) is None or b.caveat}
 
 
 class HardwareProfile(ApiModel):
@@ -201,3 +406,10 @@ class HardwareProfile(ApiModel):
     kind: Literal["HardwareProfile"] = "HardwareProfile"
     metadata: ObjectMeta
     spec: HardwareProfileSpec = Field(description="The node class.")
+
+    @model_validator(mode="after")
+    def _agrees_with_itself(self) -> Self:
+        """Raises InvalidSpec, which passes through pydantic as it is, so that every problem keeps its field."""
+        if problems := tuple(contradictions(self.metadata.name, self.spec)):
+            raise InvalidSpec(problems)
+        return self
