@@ -7,6 +7,25 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 MAX_LOGPROBS = 20
 _INT64 = 2**63
+_MAX_ECHO = 60
+"""Characters of what a client sent that an error repeats at most: enough to recognise it."""
+
+
+def echo(value: object) -> str:
+    """What a client sent, for an error's message: text is quoted and cut, a list or object is named by its kind.
+
+    All such values pass here.
+    """
+    if isinstance(value, str):
+        # cut before it is quoted, too: it may have a million characters
+        return _cut(repr(value[: _MAX_ECHO + 1]))
+    if isinstance(value, bool | float) or value is None or (isinstance(value, int) and abs(value) < 10**_MAX_ECHO):
+        return repr(value)
+    return type(value).__name__
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _MAX_ECHO else f"{text[:_MAX_ECHO]}..."
 
 
 @dataclass(eq=False)
@@ -26,7 +45,8 @@ class ApiError(Exception):
 
     @classmethod
     def bad(cls, param: str, message: str, *, code: str = "invalid_value") -> "ApiError":
-        """The request is wrong in this field."""
+        """The request is wrong in this field, whose name may be the client's own too."""
+        param = _cut(param)
         return cls(400, f"{param}: {message}", param=param, code=code)
 
     def body(self) -> dict[str, object]:
@@ -166,7 +186,7 @@ class ChatRequest(GenerationRequest):
             raise ApiError.bad("top_logprobs", "allowed only with logprobs: true")
         effort, wanted = self.reasoning_effort, self.chat_template_kwargs.thinking
         if effort is not None and wanted is not None and wanted == (effort == "none"):
-            contradiction = f"{effort[:20]!r} contradicts chat_template_kwargs.thinking: {str(wanted).lower()}"
+            contradiction = f"{echo(effort)} contradicts chat_template_kwargs.thinking: {str(wanted).lower()}"
             raise ApiError.bad("reasoning_effort", contradiction)
         if self.max_tokens and self.max_completion_tokens and self.max_tokens != self.max_completion_tokens:
             both = f"{self.max_completion_tokens} contradicts max_tokens: {self.max_tokens}; send one of them"
@@ -208,7 +228,7 @@ def _check_extra(name: str, value: object) -> None:
     if name in _HARMLESS or (name in _NEUTRAL and value is None):
         return
     if name not in _NEUTRAL:
-        raise ApiError.bad(name[:80], "unknown field; leave it out", code="unknown_parameter")
+        raise ApiError.bad(name, "unknown field; leave it out", code="unknown_parameter")
     allowed = _NEUTRAL[name]
     # True equals 1 in Python, not in JSON
     if any(value == option and isinstance(value, bool) == isinstance(option, bool) for option in allowed):
@@ -242,7 +262,5 @@ def _is_branch(part: int | str) -> bool:
 
 
 def _shown(value: object) -> str:
-    """A rejected value for the message: its kind, and the value where it is a number or a word."""
-    if isinstance(value, bool | int | float) or value is None:
-        return repr(value)[:40]
-    return type(value).__name__
+    """A rejected value for the message: its kind where it is text, which may be a prompt."""
+    return type(value).__name__ if isinstance(value, str) else echo(value)

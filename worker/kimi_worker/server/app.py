@@ -11,7 +11,7 @@ from fastapi.responses import JSONResponse, Response
 
 from kimi_worker.protocol.engine import LaneState
 from kimi_worker.protocol.handoff import is_endpoint
-from kimi_worker.protocol.openai import ApiError
+from kimi_worker.protocol.openai import ApiError, echo
 from kimi_worker.server.generation import Generation, Tools
 from kimi_worker.server.http import PATIENCE, Patience, add_error_handlers, read_body
 from kimi_worker.server.lanes import Lane, Lanes
@@ -78,7 +78,7 @@ class Pod:
         if wanted is None:
             return self.lanes.least_busy()
         if not (wanted.isascii() and wanted.isdigit() and len(wanted) < 10 and int(wanted) < len(self.lanes)):
-            raise ApiError.bad("x-kimi-lane", f"got {wanted[:20]!r}; this pod has lanes 0 to {len(self.lanes) - 1}")
+            raise ApiError.bad("x-kimi-lane", f"got {echo(wanted)}; this pod has lanes 0 to {len(self.lanes) - 1}")
         return self.lanes[int(wanted)]
 
     def prefill_endpoint(self, request: Request) -> str | None:
@@ -87,7 +87,7 @@ class Pod:
         if endpoint is None:
             return None
         if not is_endpoint(endpoint):
-            raise ApiError.bad("x-kimi-prefill", f"got {endpoint[:60]!r}; want tcp://<ip>:<port>")
+            raise ApiError.bad("x-kimi-prefill", f"got {echo(endpoint)}; want tcp://<ip>:<port>")
         if self.settings.role is not Role.DECODE:
             raise ApiError.bad("x-kimi-prefill", "this pod computes prompts itself and takes no handoffs; leave it out")
         return endpoint

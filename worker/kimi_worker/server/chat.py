@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, NoReturn, TypeAlias
 
-from kimi_worker.protocol.openai import ApiError, Message
+from kimi_worker.protocol.openai import ApiError, Message, echo
 from kimi_worker.server.effort import DEFAULT_EFFORT, EffortMessage, EncoderError, read_effort_message
 from kimi_worker.server.text import Detokenizer, Tokenizer, TokenizerError, read_json
 
@@ -61,7 +61,7 @@ class ChatFormat:
         role = _ROLES.get(message.role)
         if role is None:
             raise ApiError.bad(
-                f"{where}.role", f"got {message.role!r}; want system, developer, user or assistant (no tools yet)"
+                f"{where}.role", f"got {echo(message.role)}; want system, developer, user or assistant (no tools yet)"
             )
         _refuse_extras(message, where)
         text = _text(message.content, f"{where}.content", is_optional=role == "assistant")
@@ -84,7 +84,7 @@ class ChatFormat:
             )
         if effort not in self.effort.efforts:
             raise ApiError.bad(
-                "reasoning_effort", f"got {effort!r}; this model knows {', '.join(self.effort.efforts)}, and none"
+                "reasoning_effort", f"got {echo(effort)}; this model knows {', '.join(self.effort.efforts)}, and none"
             )
         end = self.tokenizer.controls.end_of_msg
         opened = self._open("message", role="system", type="thinking-effort")
@@ -144,7 +144,7 @@ def _part(part: object, where: str) -> str:
 def _refuse_part(kind: object, where: str) -> NoReturn:
     raise ApiError.bad(
         f"{where}.type",
-        f"got {str(kind)[:60]!r}; this server reads text only: send parts of type 'text'",
+        f"got {echo(kind)}; this server reads text only: send parts of type 'text'",
         code="unsupported_content",
     )
 

@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from kimi_worker.protocol.openai import ApiError
+from kimi_worker.protocol.openai import ApiError, echo
 
 log = structlog.get_logger()
 
@@ -140,7 +140,7 @@ def add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
-        message = f"{request.method} {request.url.path[:100]}: {error.detail}"
+        message = f"{request.method} {echo(request.url.path)}: {error.detail}"
         response = error_response(ApiError(error.status_code, message, code="unknown_url"))
         response.headers.update(error.headers or {})
         return response

@@ -7,7 +7,14 @@ from enum import Enum
 from pathlib import Path
 
 from kimi_worker.protocol.engine import Sampling
-from kimi_worker.protocol.openai import ApiError, ChatRequest, CompletionRequest, GenerationRequest, read_request
+from kimi_worker.protocol.openai import (
+    ApiError,
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    echo,
+    read_request,
+)
 from kimi_worker.server.chat import ChatFormat
 from kimi_worker.server.text import Tokenizer
 
@@ -155,5 +162,5 @@ def _check_room(name: str, max_tokens: int, room: int, num_prompt: int) -> None:
 
 def unknown_model(name: str, served_name: str) -> ApiError:
     """The 404 for a model that is not served here."""
-    message = f"model: {name[:80]!r} is not served here; this server has {served_name!r}"
+    message = f"model: {echo(name)} is not served here; this server has {served_name!r}"
     return ApiError(404, message, param="model", code="model_not_found")
