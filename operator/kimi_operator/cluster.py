@@ -20,7 +20,7 @@ from kubernetes.aio.dynamic.resource import Resource
 
 from kimi_operator.api.base import API_VERSION, GROUP, VERSION
 from kimi_operator.drift import Accepted, with_hash
-from kimi_operator.errors import ClusterUnavailable, InvalidSpec, Problem
+from kimi_operator.errors import ClusterUnavailable, InvalidSpec, KimiError, Problem, ResourceGone
 from kimi_operator.limiter import RateLimit
 from kimi_operator.store import Document, Listing, ObjectKey, Store, key_of
 
@@ -30,6 +30,8 @@ REQUEST_TIMEOUT_S = 30.0
 APPLY = "application/apply-patch+yaml; charset=utf-8"
 """With its parameter the client sends the body as it is; the API server passes over it."""
 PAGE_SIZE = 500
+NAMESPACE_ENDS = "NamespaceTerminating"
+"""The cause that the API server gives when nothing new may be made in a namespace that is being deleted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +89,10 @@ async def connect(kubeconfig: str | None) -> client.ApiClient:
 
 
 class Cluster:
-    """Calls to the API server. Every call waits for its share, and every failure is one of errors.py."""
+    """Calls to the API server. Every call waits for its share, and every failure is one of errors.py.
+
+    What would be made in a namespace that is being deleted raises ResourceGone.
+    """
 
     def __init__(
         self, api: client.ApiClient, store: Store, limit: RateLimit, count: Callable[[str, str], None]
@@ -233,8 +238,11 @@ class Cluster:
             raise ClusterUnavailable(f"{what}: the API server does not answer: {error!r}") from error
 
 
-def _convert(what: str, key: ObjectKey, error: ApiException) -> InvalidSpec | ClusterUnavailable:
-    message = _message(error)
+def _convert(what: str, key: ObjectKey, error: ApiException) -> KimiError:
+    answer = _answer(error)
+    message = str(answer.get("message") or error.reason)
+    if any(cause.get("reason") == NAMESPACE_ENDS for cause in (answer.get("details") or {}).get("causes") or ()):
+        return ResourceGone(f"{what}: {message}")
     if error.status in (400, 403, 413, 422):
         field = f"{key.kind} {key.namespace}/{key.name}".replace(" /", " ")
         remedy = "grant the operator this right" if "cannot" in message and error.status == 403 else "correct the spec"
@@ -247,12 +255,14 @@ def _convert(what: str, key: ObjectKey, error: ApiException) -> InvalidSpec | Cl
     return ClusterUnavailable(f"{what}: {error.status} {message}", retry_after_s, is_answer=is_answer)
 
 
-def _message(error: ApiException) -> str:
+def _answer(error: ApiException) -> dict[str, Any]:
+    """The Status that the API server answered; of anything else its beginning as the message."""
     body = error.body.decode(errors="replace") if isinstance(error.body, bytes) else str(error.body or "")
     try:
-        return str(json.loads(body)["message"])
-    except (ValueError, KeyError, TypeError):
-        return body[:500] or str(error.reason)
+        answer = json.loads(body)
+    except ValueError:
+        answer = None
+    return answer if isinstance(answer, dict) else {"message": body[:500]}
 
 
 def as_yaml(document: Document) -> bytes:

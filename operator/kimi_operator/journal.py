@@ -10,7 +10,7 @@ from typing import Any, Literal
 import structlog
 
 from kimi_operator.cluster import Cluster
-from kimi_operator.errors import KimiError
+from kimi_operator.errors import KimiError, ResourceGone
 from kimi_operator.store import Document
 from kimi_operator.times import format_time
 
@@ -36,7 +36,10 @@ class Journal:
     _written: dict[tuple[str, News], float] = field(default_factory=dict)
 
     async def write(self, about: Document, news: list[News], now_s: float) -> None:
-        """Write what is new. An Event that cannot be written is logged: it must not hold up the work it tells of."""
+        """Write what is new. An Event that cannot be written is logged: it must not hold up the work it tells of.
+
+        Raises ResourceGone in a namespace that is being deleted.
+        """
         self._written = {key: at for key, at in self._written.items() if now_s - at < REPEAT_S}
         for one in news:
             key = (about["metadata"]["uid"], one)
@@ -45,6 +48,8 @@ class Journal:
             self._written[key] = now_s
             try:
                 await self.cluster.create_event(about["metadata"]["namespace"], self._event(about, one, now_s))
+            except ResourceGone:
+                raise
             except KimiError as error:
                 log.warning("event_not_written", reason=one.reason, error=str(error))
 

@@ -11,7 +11,7 @@ import copy
 import itertools
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
@@ -62,9 +62,9 @@ class Fault:
 class RefusedError(Exception):
     """An answer that is an error."""
 
-    def __init__(self, status: int, message: str) -> None:
+    def __init__(self, status: int, message: str, *causes: str) -> None:
         super().__init__(message)
-        self.status, self.message = status, message
+        self.status, self.message, self.causes = status, message, causes
 
 
 class ApiServer:
@@ -75,6 +75,8 @@ class ApiServer:
         self.applied: dict[tuple[Key, str], Document] = {}
         self.faults: list[Fault] = []
         self.writes: list[tuple[str, Key]] = []
+        self.ending: set[str] = set()
+        """Namespaces that are being deleted."""
         self.graces: dict[str, int | None] = {}
         """By name of each deleted pod, the grace that was asked for."""
         self.before_write: Callable[[str, Key], None] = lambda method, key: None
@@ -149,7 +151,7 @@ class ApiServer:
         try:
             return web.json_response(self._answer(request, key, parts[2:], await request.read()))
         except RefusedError as error:
-            return _error(error.status, error.message, {})
+            return _error(error.status, error.message, {}, error.causes)
 
     def _answer(self, request: web.Request, key: Key, rest: list[str], raw: bytes) -> Document:
         if request.content_type == "application/apply-patch+yaml" and _SURROGATE.search(raw):
@@ -158,6 +160,9 @@ class ApiServer:
         if request.method == "GET":
             return self._list(key, request.query) if not key.name else self._known(key)
         self.before_write(request.method, key)
+        if key.namespace in self.ending and request.method != "DELETE" and key not in self.objects:
+            message = f"unable to create new content in namespace {key.namespace} because it is being terminated"
+            raise RefusedError(403, f"{key.kind} is forbidden: {message}", "NamespaceTerminating")
         match request.method, request.content_type:
             case "POST", _:
                 answer = self.put({"kind": key.kind, **body})
@@ -313,8 +318,9 @@ def _reference(owner: Document) -> Document:
     return {"kind": owner["kind"], "name": metadata["name"], "uid": metadata["uid"], "controller": True}
 
 
-def _error(status: int, message: str, headers: Mapping[str, str]) -> web.Response:
-    body = {"kind": "Status", "status": "Failure", "code": status, "message": message}
+def _error(status: int, message: str, headers: Mapping[str, str], causes: Iterable[str] = ()) -> web.Response:
+    details = {"causes": [{"reason": cause} for cause in causes]}
+    body = {"kind": "Status", "status": "Failure", "code": status, "message": message, "details": details}
     return web.Response(status=status, text=json.dumps(body), content_type="application/json", headers=dict(headers))
 
 

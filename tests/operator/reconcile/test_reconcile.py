@@ -6,10 +6,11 @@ from collections import Counter
 from contextlib import suppress
 
 import pytest
+import structlog
 from api_server import UNANSWERED, Fault, Key
 from kimi_operator.errors import ClusterUnavailable
 from kimi_operator.queue import FORGET
-from kimi_operator.store import ObjectKey
+from kimi_operator.store import ObjectKey, key_of
 from kimi_operator.times import parse_time
 from stage import K3, Stage, example, node
 
@@ -298,6 +299,34 @@ async def test_nothing_is_made_for_a_deployment_whose_end_nobody_told(stage: Sta
         assert await stage.reconcile() == FORGET
     assert stage.server.writes == []
     assert stage.operator.inbox.store.get(ObjectKey("KimiDeployment", *K3)) is None
+
+
+async def test_in_a_namespace_that_is_being_deleted_nothing_is_said_and_nothing_made(stage: Stage) -> None:
+    """Each object that goes wakes the operator; what it would make anew is refused."""
+    await stage.settle()
+    before, num_events = stage.status(), len(stage.server.of("Event"))
+    stage.server.ending.add("ns")
+    await stage.operator.list_all()
+    children = stage.reconciler.store.of_owner(K3)
+    with structlog.testing.capture_logs() as logs:
+        for child in children:
+            if child["kind"] not in ("KimiDeployment", "Pod"):
+                stage.server.drop(Key(*key_of(child)))
+                assert await stage.look() == FORGET
+    assert {entry["event"] for entry in logs if entry["log_level"] != "info"} <= {"group_restarted"}
+    assert (stage.status(), len(stage.server.of("Event"))) == (before, num_events)
+
+
+async def test_a_pod_that_leaves_with_its_namespace_is_no_loss_to_tell(stage: Stage) -> None:
+    await stage.settle()
+    before, num_events = stage.status(), len(stage.server.of("Event"))
+    stage.server.ending.add("ns")
+    with structlog.testing.capture_logs() as logs:
+        stage.server.begin_to_delete(f"{DECODE}-0")
+        assert await stage.look() == FORGET
+        assert await stage.reconcile() == FORGET
+    assert {entry["event"] for entry in logs if entry["log_level"] != "info"} == {"group_restarted"}
+    assert (stage.status(), len(stage.server.of("Event"))) == (before, num_events)
 
 
 async def test_a_deployment_that_is_being_deleted_is_not_touched(stage: Stage) -> None:
