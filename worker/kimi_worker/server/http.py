@@ -1,7 +1,7 @@
 """What the HTTP apps of the worker and of the router share."""
 
 import asyncio
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -92,7 +92,7 @@ def sse_error(error: ApiError) -> bytes:
     return sse_event(msgspec.json.encode(error.body()))
 
 
-class HangUpResponse(Response):
+class HangUpResponse(Response, ABC):
     """An answer that takes long: the work for it ends when the client goes. Its request must have been read."""
 
     def __init__(self) -> None:
