@@ -17,10 +17,13 @@ from kimi_operator.cli.check import check as check_published
 from kimi_operator.cli.manifests import read_and_plan
 from kimi_operator.errors import InvalidSpec, Problem
 from kimi_operator.planner import Infeasible, Plan, RolePlan
+from kimi_operator.planner.designs import Designs, compare_designs
 from kimi_operator.planner.units import bytes_text
+from kimi_operator.profiles import architecture
 
 Output = Literal["text", "json"]
 LABEL_WIDTH = 28
+DESIGN_WIDTH = 17
 
 
 def plan(
@@ -54,6 +57,9 @@ def plan(
 
 def _json_of(result: Plan | Infeasible) -> str:
     document = {"feasible": isinstance(result, Plan), **dataclasses.asdict(result)}
+    if isinstance(result, Plan):
+        designs = compare_designs(architecture(result.architecture), result, result.decode)
+        document["designs"] = dataclasses.asdict(designs)
     return (
         json.dumps(document, indent=2, default=lambda value: value.value if isinstance(value, Enum) else str(value))
         + "\n"
@@ -79,6 +85,8 @@ def _text(plan: Plan) -> Iterator[str]:
     for role in Role:
         yield ""
         yield from _role_text(plan.role(role))
+    yield ""
+    yield from _designs_text(compare_designs(architecture(plan.architecture), plan, plan.decode))
 
 
 def _role_text(role: RolePlan) -> Iterator[str]:
@@ -104,3 +112,25 @@ def _role_text(role: RolePlan) -> Iterator[str]:
 
 def _line_text(label: str, amount: int, how: str) -> str:
     return f"    {label:<{LABEL_WIDTH - 2}} {amount:>18,} {bytes_text(amount):>11}  {how}".rstrip()
+
+
+def _designs_text(designs: Designs) -> Iterator[str]:
+    layout = designs.layout
+    yield (
+        f"{bytes_text(designs.pool_bytes)} of a decode GPU in two designs: requests a lane at once, bytes a request. "
+        f"Unified: vLLM's blocks, {designs.num_blocks:,} of {layout.block_tokens:,} tokens = {layout.block_bytes:,} B; "
+        f"a request takes {layout.state_groups} for its state"
+    )
+    heads = ("tokens a request", "planned", "pages and slots", "bytes", "unified blocks", "bytes")
+    yield _design_columns(heads)
+    for row in designs.rows:
+        apart, unified = bytes_text(row.apart_request_bytes), bytes_text(row.unified_request_bytes)
+        counts = (row.context_tokens, row.planned, row.apart, apart, row.unified, unified)
+        yield _design_columns(tuple(cell if isinstance(cell, str) else f"{cell:,}" for cell in counts))
+    longest = (f"{tokens:,}" for tokens in (designs.longest_apart, designs.longest_unified))
+    yield _design_columns(("longest, alone", "", next(longest), "", next(longest), ""))
+
+
+def _design_columns(cells: tuple[str, ...]) -> str:
+    first, *others = cells
+    return f"  {first:<{LABEL_WIDTH}}" + "".join(f"{cell:>{DESIGN_WIDTH}}" for cell in others).rstrip()

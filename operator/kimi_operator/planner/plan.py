@@ -50,6 +50,8 @@ class Plan:
 
     architecture: str
     profile: str
+    dtype: DType
+    """Activations, and weights that are no routed experts."""
     kv_cache_dtype: DType
     experts: ExpertFormat
     transport: Transport
@@ -111,6 +113,7 @@ def _plan(s: Settings, profile_name: str, rooms: list[Room]) -> Plan:
     return Plan(
         architecture=a.name,
         profile=profile_name,
+        dtype=s.profile.runtime.dtype,
         kv_cache_dtype=s.kv_dtype,
         experts=s.expert_format,
         transport=s.transport,
