@@ -1,0 +1,258 @@
+"""What is asked of a deployment: lengths of prompts and answers, reuse, targets, and how many requests at once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import cached_property
+from statistics import NormalDist
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field
+
+from kimi_operator.api.base import ApiModel, parse
+from kimi_operator.api.deployment import Role
+from kimi_operator.errors import InvalidSpec, Problem
+
+NUM_POINTS = 32
+"""Lengths that stand for a distribution; its longest is kept apart."""
+MAX_TOKENS = 16_777_216
+LONGEST_PERCENTILE = 0.99
+"""A log-normal has no longest: this part of it is served in full."""
+
+Tokens = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
+_P95 = NormalDist().inv_cdf(0.95)
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """A distribution of lengths in tokens: equally likely `points`, ascending, and the `longest` that must fit."""
+
+    points: tuple[int, ...]
+    longest: int
+    text: str
+    """As a person would write it."""
+    has_tail: bool = False
+    """Some requests are longer than `longest`."""
+
+    def __post_init__(self) -> None:
+        """Points must be there, in order, and none above the longest."""
+        assert self.points, "a distribution without points"
+        assert list(self.points) == sorted(self.points), self.points
+        assert self.points[-1] <= self.longest, (self.points[-1], self.longest)
+
+    @cached_property
+    def mean(self) -> Fraction:
+        """Mean length in tokens, exact for the points."""
+        return Fraction(sum(self.points), len(self.points))
+
+    def within(self, limit: int) -> Lengths:
+        """The same with nothing above `limit` tokens."""
+        if self.longest <= limit:
+            return self
+        return Lengths(tuple(min(point, limit) for point in self.points), limit, self.text, self.has_tail)
+
+    def plus(self, other: Lengths) -> Lengths:
+        """Sums of two independent lengths."""
+        points = sorted(mine + its for mine in self.points for its in other.points)
+        has_tail = self.has_tail or other.has_tail
+        return Lengths(tuple(points), self.longest + other.longest, f"{self.text} + {other.text}", has_tail)
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def fixed(tokens: int) -> Lengths:
+    """All of one length."""
+    return Lengths((tokens,), tokens, f"{tokens:,} tokens")
+
+
+def uniform(least: int, most: int) -> Lengths:
+    """Any length from `least` to `most`, equally likely."""
+    points = (least + (most - least) * (2 * i + 1) // (2 * NUM_POINTS) for i in range(NUM_POINTS))
+    return Lengths(tuple(points), most, f"{least:,} to {most:,} tokens")
+
+
+def log_normal(median: int, p95: int) -> Lengths:
+    """Log-normal by its median and 95th percentile; the longest is the 99th percentile."""
+    sigma = math.log(p95 / median) / _P95
+
+    def at(share: float) -> int:
+        return max(1, math.ceil(median * math.exp(sigma * NormalDist().inv_cdf(share))))
+
+    points = tuple(at((2 * i + 1) / (2 * NUM_POINTS)) for i in range(NUM_POINTS))
+    text = f"log-normal, median {median:,}, p95 {p95:,} tokens"
+    return Lengths(points, max(at(LONGEST_PERCENTILE), points[-1]), text, has_tail=True)
+
+
+def empirical(observed: tuple[int, ...]) -> Lengths:
+    """As observed. More than 32 are represented by 32 of them, evenly spaced by rank, and by the longest."""
+    ranked = sorted(observed)
+    if len(ranked) <= NUM_POINTS:
+        points = tuple(ranked)
+    else:
+        points = tuple(ranked[(2 * i + 1) * len(ranked) // (2 * NUM_POINTS)] for i in range(NUM_POINTS))
+    return Lengths(points, ranked[-1], f"{len(ranked):,} observed lengths up to {ranked[-1]:,} tokens")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Requests as a lane sees them. Prompt and output lengths are independent of each other."""
+
+    prompt: Lengths
+    output: Lengths
+    reuse: Fraction = Fraction(0)
+    """Share of prompt tokens whose prefix is in the cache: it spares prefill work. Decode pages are written in full."""
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    concurrency: int | None = None
+    """Requests in decode at once, over all lanes; None asks for as many as fit."""
+    requests_per_second: Fraction | None = None
+
+    @cached_property
+    def decode_tokens(self) -> Lengths:
+        """What a request holds on decode just before it ends: its prompt and its whole answer."""
+        return self.prompt.plus(self.output)
+
+    def tokens(self, role: Role) -> Lengths:
+        """What a request holds at most on a lane of a role."""
+        return self.decode_tokens if role is Role.DECODE else self.prompt
+
+    @property
+    def computed_prompt_tokens(self) -> Fraction:
+        """Prompt tokens of a mean request that prefill has to compute."""
+        return self.prompt.mean * (1 - self.reuse)
+
+    @property
+    def running(self) -> int | None:
+        """Requests in decode at once, over all lanes; from the rate by Little's law where a rate is given."""
+        if self.requests_per_second is None or self.tpot_s is None:
+            return self.concurrency
+        return max(1, math.ceil(self.requests_per_second * self.output.mean * Fraction(str(self.tpot_s))))
+
+    def within(self, max_positions: int) -> Workload:
+        """The same with nothing longer than the model. Call `check_lengths` first: only tails may be cut."""
+        if self.decode_tokens.longest <= max_positions:
+            return self
+        output = self.output.within(max(1, max_positions - 1))
+        return replace(self, prompt=self.prompt.within(max(1, max_positions - output.longest)), output=output)
+
+
+class _Uniform(ApiModel):
+    min: Tokens
+    max: Tokens
+
+
+class _LogNormal(ApiModel):
+    median: Tokens
+    p95: Tokens
+
+
+class _LengthsSpec(ApiModel):
+    """Exactly one of these."""
+
+    fixed: Tokens | None = None
+    uniform: _Uniform | None = None
+    log_normal: _LogNormal | None = None
+    # Not strict: behind the validator of `prompt` and `output`, a JSON list is a Python list.
+    empirical: tuple[Tokens, ...] | None = Field(default=None, min_length=1, max_length=100_000, strict=False)
+
+
+def _number_is_fixed(value: object) -> object:
+    return {"fixed": value} if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+class _Targets(ApiModel):
+    ttft_seconds: float | None = Field(default=None, gt=0, le=86_400)
+    tpot_seconds: float | None = Field(default=None, gt=0, le=3600)
+
+
+class _WorkloadSpec(ApiModel):
+    prompt: Annotated[_LengthsSpec, BeforeValidator(_number_is_fixed)]
+    output: Annotated[_LengthsSpec, BeforeValidator(_number_is_fixed)]
+    reuse: float = Field(default=0.0, ge=0, lt=1)
+    targets: _Targets = Field(default_factory=_Targets)
+    concurrency: int | None = Field(default=None, ge=1, le=1_000_000)
+    requests_per_second: float | None = Field(default=None, gt=0, le=1_000_000)
+
+
+def read_workload(document: Mapping[str, Any], where: str = "workload") -> Workload:
+    """A workload from a small mapping, as it stands in YAML.
+
+    `prompt` and `output` are a number, or one of {fixed: N}, {uniform: {min, max}}, {logNormal: {median, p95}},
+    {empirical: [N, ...]}; `reuse` a share from 0 to below 1; `targets` {ttftSeconds, tpotSeconds}; and `concurrency`
+    or `requestsPerSecond`. Raises InvalidSpec that names each wrong field, its value and what to do.
+    """
+    spec = parse(_WorkloadSpec, document, where)
+    problems = [
+        *_check_one_distribution(spec.prompt, f"{where}.prompt"),
+        *_check_one_distribution(spec.output, f"{where}.output"),
+        *_check_load(spec, where),
+    ]
+    if problems:
+        raise InvalidSpec(tuple(problems))
+    rate = spec.requests_per_second
+    return Workload(
+        prompt=_lengths(spec.prompt),
+        output=_lengths(spec.output),
+        reuse=Fraction(str(spec.reuse)),
+        ttft_s=spec.targets.ttft_seconds,
+        tpot_s=spec.targets.tpot_seconds,
+        concurrency=spec.concurrency,
+        requests_per_second=None if rate is None else Fraction(str(rate)),
+    )
+
+
+def check_lengths(workload: Workload, max_positions: int, where: str = "workload") -> tuple[Problem, ...]:
+    """Lengths that the model was not made for. The tail of a log-normal may be longer: it is cut, not refused."""
+    problems = []
+    for field, lengths in (("prompt", workload.prompt), ("output", workload.output)):
+        stated = lengths.points[len(lengths.points) // 2] if lengths.has_tail else lengths.longest
+        if stated >= max_positions:
+            expected = f"less than {max_positions:,} tokens, the model's longest sequence"
+            problems.append(Problem(f"{where}.{field}", str(lengths), expected, f"lower it below {max_positions:,}"))
+    longest = workload.decode_tokens.longest
+    if not problems and longest > max_positions and not workload.decode_tokens.has_tail:
+        got = f"{workload.prompt} and {workload.output}: {longest:,} together"
+        expected = f"at most {max_positions:,} tokens, the model's longest sequence"
+        remedy = f"lower the longest prompt to {max_positions - workload.output.longest:,}"
+        problems.append(Problem(f"{where}.prompt", got, expected, remedy))
+    return tuple(problems)
+
+
+def _lengths(spec: _LengthsSpec) -> Lengths:
+    if spec.uniform is not None:
+        return uniform(spec.uniform.min, spec.uniform.max)
+    if spec.log_normal is not None:
+        return log_normal(spec.log_normal.median, spec.log_normal.p95)
+    if spec.empirical is not None:
+        return empirical(spec.empirical)
+    assert spec.fixed is not None, "checked: exactly one is given"
+    return fixed(spec.fixed)
+
+
+def _check_one_distribution(spec: _LengthsSpec, where: str) -> Iterator[Problem]:
+    given = sorted(spec.model_dump(by_alias=True, exclude_none=True))
+    if len(given) != 1:
+        known = "exactly one of fixed, uniform, logNormal, empirical"
+        yield Problem(where, " and ".join(given) or "nothing", known, "keep one of them")
+    if spec.uniform is not None and spec.uniform.min > spec.uniform.max:
+        most = spec.uniform.max
+        yield Problem(f"{where}.uniform.min", f"{spec.uniform.min:,}", f"at most max, {most:,}", "swap min and max")
+    if spec.log_normal is not None and spec.log_normal.median > spec.log_normal.p95:
+        got, least = f"{spec.log_normal.p95:,}", f"at least the median, {spec.log_normal.median:,}"
+        yield Problem(f"{where}.logNormal.p95", got, least, "raise p95 or lower the median")
+
+
+def _check_load(spec: _WorkloadSpec, where: str) -> Iterator[Problem]:
+    rate = spec.requests_per_second
+    if rate is None:
+        return
+    if spec.concurrency is not None:
+        got = f"{rate:g} beside concurrency {spec.concurrency:,}"
+        yield Problem(f"{where}.requestsPerSecond", got, "one of the two", "remove either")
+    if spec.targets.tpot_seconds is None:
+        expected = "a value: running requests are the rate x output tokens x TPOT"
+        yield Problem(f"{where}.targets.tpotSeconds", "nothing", expected, "set it, or state concurrency instead")
