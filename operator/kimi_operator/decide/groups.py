@@ -30,6 +30,8 @@ class GroupPolicy:
     """Ready for this long, a group has its whole budget again."""
     restart_grace_s: int = 5
     """For the pods of a broken group: the collective is gone, nothing is left to drain."""
+    settle_s: float = 10.0
+    """Pods that are starting stand for this long before another revision replaces them."""
     patience: Patience = field(default_factory=Patience)
 
 
@@ -114,10 +116,27 @@ def _decide(
     if seen.replicas == 0:
         # Pods of the suspended generation may still be leaving: they must not be taken for the new one's.
         return _start_anew(wanted, seen, Reason.GROUPS_STARTING, "resumed")
-    if seen.revision != wanted.revision and may_roll:
+    is_outdated = seen.revision != wanted.revision
+    settled_s = _settled_s(seen, scene, policy)
+    if is_outdated and may_roll and scene.now_s >= settled_s:
         return _start_anew(wanted, seen, Reason.UPDATING, f"moves from revision {seen.revision} to {wanted.revision}")
     decision = _continue(wanted, seen, scene, policy)
-    return replace(decision, keep_template=seen.revision != wanted.revision)
+    if is_outdated and may_roll:
+        decision = replace(decision, look_again_s=min(settled_s, decision.look_again_s or settled_s))
+    return replace(decision, keep_template=is_outdated)
+
+
+def _settled_s(seen: GroupSeen, scene: Scene, policy: GroupPolicy) -> float:
+    """When a group that starts may move on, in seconds since 1970.
+
+    A spec is often changed several times in a row: the first change is followed at once, those that come while its
+    pods are new together.
+    """
+    if any(pod.was_ready or pod.ended is not None for pod in seen.current):
+        return 0.0
+    # A time to come is none of ours.
+    made_s = [pod.created_s for pod in seen.current if pod.created_s <= scene.now_s]
+    return max(made_s, default=-policy.settle_s) + policy.settle_s
 
 
 def _create(wanted: GroupWanted) -> GroupDecision:

@@ -108,6 +108,31 @@ async def test_whatever_a_dying_pod_says_reaches_the_status(stage: Stage) -> Non
     assert stage.generation(DECODE) == 2
 
 
+async def test_changes_in_a_row_restart_a_group_that_does_not_serve_twice(stage: Stage) -> None:
+    """The first is followed at once, the others together when the pods of the first have stood for a while."""
+    await stage.look()
+    stage.server.make_pods()
+    stage.server.now_s += 60
+    for num_seqs in (2, 3, 4, 5, 6):
+        stage.change_spec(prefill={**example("2p2d.yaml")["spec"]["prefill"], "maxNumSeqs": num_seqs})
+        await stage.look()
+        stage.server.end_deleted_pods()
+        stage.server.make_pods()
+        stage.server.now_s += 1
+    assert stage.generation(PREFILL) == 2
+    look_again_s = await stage.look()
+    assert look_again_s is not None
+    stage.server.now_s += look_again_s
+    await stage.look()
+    assert stage.generation(PREFILL) == 3
+    await stage.settle()
+    assert (stage.generation(PREFILL), stage.notes(PREFILL)) == (3, ("0", "0"))
+    settings = [one["data"] for one in stage.server.of("ConfigMap") if "worker.json" in one["data"]]
+    assert any(
+        '"role": "prefill"' in one["worker.json"] and '"max_num_seqs": 6' in one["worker.json"] for one in settings
+    )
+
+
 async def test_a_refused_status_holds_nothing_up(stage: Stage) -> None:
     await stage.settle()
     stage.server.faults.append(Fault(422, "KimiDeployment", method="PATCH", message="unknown field"))
