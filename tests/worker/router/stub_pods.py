@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any
 
 import httpx
@@ -82,6 +82,16 @@ async def stub_pods(report: dict[str, Any], answer: Answer, count: int = 1) -> A
 async def client(url: str) -> AsyncIterator[httpx.AsyncClient]:
     async with httpx.AsyncClient(base_url=url, timeout=60) as http:
         yield http
+
+
+async def until_up(http: httpx.AsyncClient, path: str = "/ready") -> None:
+    """Wait until a process that has just been started answers with success."""
+    async with asyncio.timeout(60):
+        while True:
+            with suppress(httpx.TransportError):
+                if (await http.get(path)).is_success:
+                    return
+            await asyncio.sleep(0.05)
 
 
 async def until_state(http: httpx.AsyncClient, **wanted: object) -> dict[str, Any]:

@@ -5,16 +5,14 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from kimi_worker.server.private_logs import places
 from ports import free_ports
 from replay_fixtures import router_settings, worker_settings
-from stub_pods import client
+from stub_pods import client, until_up
 
 SCRIPT = Path(__file__).parent / "broken_process.py"
 PROMPT = "my-diary-of-1987"
@@ -42,15 +40,6 @@ def broken(request: pytest.FixtureRequest, checkpoint: Path, tmp_path: Path) -> 
         process.wait()
 
 
-async def until_up(http: httpx.AsyncClient) -> None:
-    async with asyncio.timeout(60):
-        while True:
-            with suppress(httpx.TransportError):
-                await http.get("/health")
-                return
-            await asyncio.sleep(0.05)
-
-
 def log_lines(log: Path) -> list[dict[str, Any]]:
     """Every line is one object; the last may not be complete yet."""
     return [json.loads(line) for line in log.read_text().split("\n")[:-1]]
@@ -61,7 +50,7 @@ async def test_a_bug_is_logged_by_its_place(broken: tuple[str, Path]) -> None:
     url, log = broken
     wanted = {"ValueError", "KeyError", "LookupError", "AttributeError", "ArithmeticError"}
     async with client(url) as http:
-        await until_up(http)
+        await until_up(http, "/health")
         async with asyncio.timeout(60):
             # a task that nobody waited for is noticed when its memory is collected
             while True:

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import httpx
@@ -16,7 +16,7 @@ import pytest
 from ports import free_ports
 from replay_engine import Script
 from replay_fixtures import Pod, PodFactory, router_settings
-from stub_pods import client, until_state
+from stub_pods import client, until_state, until_up
 
 pytestmark = pytest.mark.multiproc
 
@@ -33,12 +33,8 @@ async def running(settings_path: Path, port: int) -> AsyncIterator[tuple[subproc
     """The router's process, ready, and a client of it."""
     process = route(settings_path)
     try:
-        async with client(f"http://127.0.0.1:{port}") as http, asyncio.timeout(60):
-            while True:
-                with suppress(httpx.TransportError):
-                    if (await http.get("/ready")).is_success:
-                        break
-                await asyncio.sleep(0.05)
+        async with client(f"http://127.0.0.1:{port}") as http:
+            await until_up(http)
             yield process, http
     finally:
         process.kill()

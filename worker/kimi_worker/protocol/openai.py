@@ -49,6 +49,11 @@ class ApiError(Exception):
         param = _cut(param)
         return cls(400, f"{param}: {message}", param=param, code=code)
 
+    @classmethod
+    def not_now(cls, code: str, message: str, *, status: int = 503) -> "ApiError":
+        """Another pod may answer the same request, or this one in a second."""
+        return cls(status, message, code=code, is_retryable=True, retry_after_s=1.0)
+
     def body(self) -> dict[str, object]:
         """The JSON object of the answer."""
         kind = {429: "rate_limit_error", 404: "not_found_error", 503: "service_unavailable_error"}.get(

@@ -19,7 +19,7 @@ from fastapi.responses import JSONResponse, Response
 from kimi_worker.protocol.openai import ApiError
 from kimi_worker.router.bodies import Bodies
 from kimi_worker.router.metrics import Metrics
-from kimi_worker.router.pick import explain, pick
+from kimi_worker.router.pick import pick
 from kimi_worker.router.pool import Pool
 from kimi_worker.router.proxy import Proxy, Route
 from kimi_worker.server.http import PATIENCE, Patience, add_error_handlers
@@ -68,17 +68,13 @@ class Shared:
         if self.is_draining:
             return "draining"
         pool = self.route.pool
-        decodes, prefills = pool.lanes(Role.DECODE), pool.lanes(Role.PREFILL)
-        if pick(decodes, prefills):
-            return None
-        details = pool.shortage()
-        return explain(decodes, prefills) + (f" ({details})" if details else "")
+        return None if pick(pool.lanes(Role.DECODE), pool.lanes(Role.PREFILL)) else pool.shortage()
 
     async def models(self) -> list[dict[str, object]]:
         """What a ready pod serves. Raises ApiError (503)."""
         pod = self.route.pool.ready_pod()
         if pod is None:
-            raise _not_ready("nothing_ready", self.shortage or "no decode pod is ready")
+            raise ApiError.not_now("nothing_ready", self.shortage or "no decode pod is ready")
         try:
             timeout = aiohttp.ClientTimeout(total=_ASK_S)
             async with self.route.session.get(f"{pod.url}/v1/models", timeout=timeout) as reply:
@@ -86,7 +82,7 @@ class Shared:
                 return _models_decoder.decode(await reply.read()).data
         except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError) as error:
             message = f"{pod.address} did not say what it serves: {type(error).__name__}: {error}"
-            raise _not_ready("pod_lost", message) from error
+            raise ApiError.not_now("pod_lost", message) from error
 
 
 class _ModelList(msgspec.Struct):
@@ -94,10 +90,6 @@ class _ModelList(msgspec.Struct):
 
 
 _models_decoder = msgspec.json.Decoder(_ModelList)
-
-
-def _not_ready(code: str, message: str) -> ApiError:
-    return ApiError(503, message, code=code, is_retryable=True, retry_after_s=1.0)
 
 
 def create_app(settings: RouterSettings, patience: Patience = PATIENCE) -> FastAPI:

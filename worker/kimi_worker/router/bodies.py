@@ -42,7 +42,7 @@ class Body:
             message = (
                 f"this router holds {held.num_bytes} bytes of other requests and takes {held.max_bytes}; try again"
             )
-            raise ApiError(429, message, code="router_full", is_retryable=True, retry_after_s=1.0)
+            raise ApiError.not_now("router_full", message, status=429)
         held.num_bytes += num_bytes
         self._num_bytes += num_bytes
 

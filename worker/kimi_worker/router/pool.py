@@ -13,7 +13,7 @@ import aiohttp
 import msgspec
 import structlog
 
-from kimi_worker.router.pick import LaneKey, LaneView
+from kimi_worker.router.pick import LaneKey, LaneView, explain
 from kimi_worker.settings import Role, RouterSettings
 
 log = structlog.get_logger()
@@ -203,14 +203,18 @@ class Pool:
         return next((pod for pod in self._pods[Role.DECODE].values() if pod.lanes()), None)
 
     def shortage(self) -> str:
-        """Which pods do not answer and why, for a person."""
+        """What is missing when no pair can be picked, and which pods do not answer and why; for a person."""
+        reason, errors = explain(self.lanes(Role.DECODE), self.lanes(Role.PREFILL)), "; ".join(self._errors())
+        return f"{reason} ({errors})" if errors else reason
+
+    def _errors(self) -> list[str]:
         lines = []
         for role, pods in self._pods.items():
             if not pods:
                 reason = self._resolve_errors.get(role, "not resolved yet")
                 lines.append(f"{role.value}: no pods ({reason})")
             lines += [f"{role.value} {pod.address}: {pod.error}" for pod in pods.values() if pod.error]
-        return "; ".join(lines)
+        return lines
 
     def view(self) -> dict[str, object]:
         """The pool as seen, for /state."""

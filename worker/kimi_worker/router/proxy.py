@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 from kimi_worker.protocol.openai import ApiError
 from kimi_worker.router.bodies import Body
 from kimi_worker.router.metrics import Metrics
-from kimi_worker.router.pick import LaneKey, LaneView, Pair, explain, pick
+from kimi_worker.router.pick import LaneKey, LaneView, Pair, pick
 from kimi_worker.router.pool import Pool, Trip
 from kimi_worker.server.http import SSE_DONE, SSE_END, HangUpResponse, error_response, sse_error
 from kimi_worker.settings import Role
@@ -137,8 +137,7 @@ class Proxy(HangUpResponse):
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         refusals, refused, num_risks = Refusals(), None, 0
         for _ in range(self._route.retries + 1):
-            decodes, prefills = self._route.pool.lanes(Role.DECODE), self._route.pool.lanes(Role.PREFILL)
-            pair = refusals.pick(decodes, prefills)
+            pair = refusals.pick(self._route.pool.lanes(Role.DECODE), self._route.pool.lanes(Role.PREFILL))
             if pair is None:
                 break
             try:
@@ -154,15 +153,13 @@ class Proxy(HangUpResponse):
                     break
                 continue
             return
-        answer = refused.answer if refused else error_response(self._nothing_ready(decodes, prefills))
+        answer = refused.answer if refused else self._nothing_ready()
         self.is_answered = True
         self._route.metrics.count(str(answer.status_code))
         await answer(scope, receive, send)
 
-    def _nothing_ready(self, decodes: list[LaneView], prefills: list[LaneView]) -> ApiError:
-        reason, shortage = explain(decodes, prefills), self._route.pool.shortage()
-        message = f"{reason} ({shortage})" if shortage else reason
-        return ApiError(503, message, code="nothing_ready", is_retryable=True, retry_after_s=1.0)
+    def _nothing_ready(self) -> Response:
+        return error_response(ApiError.not_now("nothing_ready", self._route.pool.shortage()))
 
     async def _try(self, pair: Pair, send: Send) -> None:
         """Ask one pair; pass its answer on. Raises RefusedError while another pair may be asked."""
@@ -188,7 +185,7 @@ class Proxy(HangUpResponse):
                 await self._break_off(send)
                 return
             code, what = ("unreachable", "cannot be reached") if is_unreached else ("pod_lost", "is gone")
-            lost = ApiError(503, f"{pod.address} {what}", code=code, is_retryable=True, retry_after_s=1.0)
+            lost = ApiError.not_now(code, f"{pod.address} {what}")
             raise RefusedError(code, error_response(lost), pair) from error
 
     def _set_out(self, pair: Pair, limit: asyncio.Timeout) -> list[Trip]:

@@ -77,19 +77,15 @@ class AnswerWriter:
         work = self._work
         if not (piece.content or piece.reasoning or piece.finish_reason or self._is_first or self._has_token_fields):
             return b""
-        choice: dict[str, object] = {"index": 0}
+        said: dict[str, object] = {"text": piece.content}
         if work.kind is Kind.CHAT:
             delta: dict[str, object] = {"role": "assistant", "content": ""} if self._is_first else {}
             if piece.content:
                 delta["content"] = piece.content
             if piece.reasoning:
                 delta["reasoning_content"] = piece.reasoning
-            choice["delta"] = delta
-        else:
-            choice["text"] = piece.content
-        choice["logprobs"] = self._logprobs(piece.tokens)
-        choice["finish_reason"] = piece.finish_reason
-        chunk = self._envelope(choice, piece, stats, name=work.kind.value[1], with_prompt=self._is_first)
+            said = {"delta": delta}
+        chunk = self._envelope(said, piece, stats, name=work.kind.value[1], with_prompt=self._is_first)
         if work.with_usage:
             chunk["usage"] = None
         self._is_first = False
@@ -109,17 +105,13 @@ class AnswerWriter:
             reasoning="".join(piece.reasoning for piece in pieces),
             tokens=[token for piece in pieces for token in piece.tokens],
         )
-        choice: dict[str, object] = {"index": 0}
+        said: dict[str, object] = {"text": piece.content}
         if self._work.kind is Kind.CHAT:
             message: dict[str, object] = {"role": "assistant", "content": piece.content, "refusal": None}
             if piece.reasoning:
                 message["reasoning_content"] = piece.reasoning
-            choice["message"] = message
-        else:
-            choice["text"] = piece.content
-        choice["logprobs"] = self._logprobs(piece.tokens)
-        choice["finish_reason"] = piece.finish_reason
-        answer = self._envelope(choice, piece, stats, name=self._work.kind.value[0], with_prompt=True)
+            said = {"message": message}
+        answer = self._envelope(said, piece, stats, name=self._work.kind.value[0], with_prompt=True)
         answer["usage"] = self._usage(len(piece.tokens))
         return msgspec.json.encode(answer)
 
@@ -132,8 +124,14 @@ class AnswerWriter:
         return {"id": work.request_id, "object": name, "created": work.created_s, "model": work.model}
 
     def _envelope(
-        self, choice: dict[str, object], piece: Piece, stats: dict[str, object] | None, *, name: str, with_prompt: bool
+        self, said: dict[str, object], piece: Piece, stats: dict[str, object] | None, *, name: str, with_prompt: bool
     ) -> dict[str, object]:
+        choice: dict[str, object] = {
+            "index": 0,
+            **said,
+            "logprobs": self._logprobs(piece.tokens),
+            "finish_reason": piece.finish_reason,
+        }
         envelope: dict[str, object] = {**self._head(name), "choices": [choice]}
         if self._work.with_token_ids:
             choice["token_ids"] = [token.token_id for token in piece.tokens]

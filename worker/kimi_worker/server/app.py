@@ -100,7 +100,7 @@ class Pod:
             )
         if reason := self.lanes.not_ready:
             code = "draining" if self.lanes.is_draining else "not_ready"
-            raise ApiError(503, f"this pod is not ready: {reason}", code=code, is_retryable=True, retry_after_s=1.0)
+            raise ApiError.not_now(code, f"this pod is not ready: {reason}")
 
 
 def _fabric(states: list[LaneState]) -> dict[str, object]:
