@@ -1,0 +1,156 @@
+"""What a replay did to the service: load on prefill and pages held over time, waits, and what bound."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from kimi_operator.planner.replay import Replayed, Served, Service
+
+MAX_ROWS = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One stretch of time."""
+
+    start_s: float
+    computed_per_s: float
+    """Prompt tokens that turns asked in this time need computed, a second: the load on prefill."""
+    prompt_per_s: float
+    """The same without any reuse."""
+    prefill_busy: float
+    """Share of the lanes' time that was used."""
+    held: float
+    """Requests that hold memory, on average."""
+    pages_mean: float
+    pages_peak: int
+    waiting_peak: int
+    """Requests that waited for memory or for a lane at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """The whole replay in figures. Times in seconds."""
+
+    turns: int
+    cut_sessions: int
+    duration_s: float
+    computed_tokens: int
+    prompt_tokens: int
+    prefill_busy: float
+    pages_peak: int
+    held_peak: int
+    ttft_p50_s: float
+    ttft_p95_s: float
+    memory_wait_s: float
+    """Longest wait for pages or a place among the running."""
+    lane_wait_s: float
+    """Longest wait for a prefill lane."""
+    binds: str
+    """What made requests wait longest, or that nothing did."""
+
+
+def summarise(replayed: Replayed, service: Service) -> Summary:
+    """One replay in figures; zeros when no turn was served."""
+    turns = replayed.turns
+    duration_s = max((turn.end_s for turn in turns), default=0.0)
+    ttfts = sorted(turn.decode_s - turn.asked_s for turn in turns)
+    memory_wait_s = max((turn.admitted_s - turn.asked_s for turn in turns), default=0.0)
+    lane_wait_s = max((turn.prefill_s - turn.admitted_s for turn in turns), default=0.0)
+    held_peak = _peak([(turn.admitted_s, turn.end_s, 1) for turn in turns], 0.0, math.inf)
+    busy_s = math.fsum(turn.decode_s - turn.prefill_s for turn in turns)
+    return Summary(
+        turns=len(turns),
+        cut_sessions=replayed.cut_sessions,
+        duration_s=duration_s,
+        computed_tokens=sum(turn.computed_tokens for turn in turns),
+        prompt_tokens=sum(turn.prompt_tokens for turn in turns),
+        prefill_busy=busy_s / (duration_s * service.prefill_lanes) if duration_s else 0.0,
+        pages_peak=_peak([(turn.admitted_s, turn.end_s, turn.pages) for turn in turns], 0.0, math.inf),
+        held_peak=held_peak,
+        ttft_p50_s=_percentile(ttfts, 0.5),
+        ttft_p95_s=_percentile(ttfts, 0.95),
+        memory_wait_s=memory_wait_s,
+        lane_wait_s=lane_wait_s,
+        binds=_binds(memory_wait_s, lane_wait_s, held_peak, service),
+    )
+
+
+def _binds(memory_wait_s: float, lane_wait_s: float, held_peak: int, service: Service) -> str:
+    if max(memory_wait_s, lane_wait_s) <= 0:
+        return "nothing: no request waited"
+    if lane_wait_s >= memory_wait_s:
+        return f"prefill lanes ({service.prefill_lanes})"
+    return f"maxRunning ({service.max_running})" if held_peak >= service.max_running else "KV pages"
+
+
+def table(replayed: Replayed, service: Service, row_s: float) -> tuple[Row, ...]:
+    """Load and pressure over time, a row for each `row_s` seconds. Raises ValueError for more than 1000 rows."""
+    end_s = max((turn.end_s for turn in replayed.turns), default=0.0)
+    num_rows = math.ceil(end_s / row_s) if row_s > 0 else MAX_ROWS + 1
+    if num_rows > MAX_ROWS:
+        raise ValueError(f"row_s: got {row_s:g}, expected at least {end_s / MAX_ROWS:.3g}, for at most {MAX_ROWS} rows")
+    return tuple(_row(replayed.turns, service, i * row_s, (i + 1) * row_s) for i in range(num_rows))
+
+
+_COLUMNS = {
+    "from s": 8,
+    "compute tok/s": 13,
+    "of tok/s": 9,
+    "prefill": 8,
+    "held": 6,
+    "pages, peak": 18,
+    "wait": 5,
+}
+
+
+def table_text(rows: Sequence[Row], service: Service) -> Iterator[str]:
+    """The rows for a terminal, one line each under a head."""
+    yield " ".join(f"{head:>{width}}" for head, width in _COLUMNS.items())
+    for row in rows:
+        pages = f"{row.pages_peak:,} ({row.pages_peak / service.num_pages:.0%})"
+        yield (
+            f"{row.start_s:>8,.0f} {row.computed_per_s:>13,.0f} {row.prompt_per_s:>9,.0f} {row.prefill_busy:>8.0%} "
+            f"{row.held:>6.1f} {pages:>18} {row.waiting_peak:>5}"
+        )
+
+
+def _row(turns: Sequence[Served], service: Service, start_s: float, end_s: float) -> Row:
+    asked = [turn for turn in turns if start_s <= turn.asked_s < end_s]
+    seconds = end_s - start_s
+
+    def within(first_s: float, last_s: float) -> float:
+        return max(0.0, min(last_s, end_s) - max(first_s, start_s))
+
+    holding = [(turn.pages, within(turn.admitted_s, turn.end_s)) for turn in turns]
+    busy_s = math.fsum(within(turn.prefill_s, turn.decode_s) for turn in turns)
+    return Row(
+        start_s=start_s,
+        computed_per_s=sum(turn.computed_tokens for turn in asked) / seconds,
+        prompt_per_s=sum(turn.prompt_tokens for turn in asked) / seconds,
+        prefill_busy=busy_s / (seconds * service.prefill_lanes),
+        held=math.fsum(held_s for _, held_s in holding) / seconds,
+        pages_mean=math.fsum(pages * held_s for pages, held_s in holding) / seconds,
+        pages_peak=_peak([(turn.admitted_s, turn.end_s, turn.pages) for turn in turns], start_s, end_s),
+        waiting_peak=_peak([(turn.asked_s, turn.prefill_s, 1) for turn in turns], start_s, end_s),
+    )
+
+
+def _peak(intervals: Sequence[tuple[float, float, int]], start_s: float, end_s: float) -> int:
+    """Largest sum of the amounts whose half-open intervals share a moment of [start, end), by a sweep."""
+    changes = []
+    for first_s, last_s, amount in intervals:
+        if first_s < last_s and first_s < end_s and last_s > start_s:
+            changes += [(max(first_s, start_s), amount), (last_s, -amount)]
+    level = peak = 0
+    # negative amounts sort first: what ends at a moment is gone before another begins at it
+    for _, amount in sorted(changes):
+        level += amount
+        peak = max(peak, level)
+    return peak
+
+
+def _percentile(ascending: Sequence[float], share: float) -> float:
+    return ascending[math.ceil(share * len(ascending)) - 1] if ascending else 0.0
