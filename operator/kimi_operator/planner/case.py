@@ -1,0 +1,113 @@
+"""What the solver is asked, and what it answers: one role of one layout under one workload."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from kimi_operator.api.deployment import Role
+from kimi_operator.errors import InvalidSpec, Problem
+from kimi_operator.planner.budget import Budget
+from kimi_operator.planner.workload import Lengths, Workload
+
+
+class Limit(StrEnum):
+    """What keeps a number from being larger."""
+
+    LANES = "lanes"
+    """Each lane runs the most that it may; only more lanes run more."""
+    GRAPHS = "graph captures"
+    SLOTS = "slots"
+    """Memory, and more of it goes to the state of one more request than to its tokens."""
+    PAGES = "pages"
+    """Memory, and more of it goes to the tokens of one more request than to its state."""
+    TPOT = "target TPOT"
+    TTFT = "target TTFT"
+    WORKLOAD = "workload"
+    """No more is asked for."""
+    MEMORY = "memory"
+    SETTING = "stated pool"
+    MODEL = "model"
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Predicted times of the layout at hand."""
+
+    decode_step_s: Callable[[int, int], float]
+    """(running requests a lane, tokens that each holds) -> seconds; falls in neither."""
+    prefill_s: Callable[[int], float]
+    """Prompt tokens to compute -> seconds on an idle lane."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One role of one layout under one workload."""
+
+    workload: Workload
+    role: Role
+    lanes: int
+    """Lanes of all groups of the role."""
+    budget: Budget
+    most_seqs: int
+    """Most running requests of a lane, whatever fits: the profile's limit, or a setting to be judged."""
+    max_positions: int
+    """Longest sequence of the model."""
+    timing: Timing | None = None
+
+    def __post_init__(self) -> None:
+        """Raises InvalidSpec for counts below 1."""
+        counts = {"lanes": self.lanes, "maxNumSeqs": self.most_seqs, "maxPositions": self.max_positions}
+        problems = [
+            Problem(f"spec.{self.role}.{name}", str(n), "at least 1", "raise it") for name, n in counts.items() if n < 1
+        ]
+        if problems:
+            raise InvalidSpec(tuple(problems))
+
+    @property
+    def requests(self) -> Lengths:
+        """Tokens that a request holds on this role."""
+        return self.workload.within(self.max_positions).tokens(self.role)
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """What one limit alone would allow."""
+
+    limit: Limit
+    max_num_seqs: int
+    how: str
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """Settings of a lane, and why they are not larger."""
+
+    max_num_seqs: int
+    running: int
+    """Requests that all lanes run at once."""
+    num_units: int
+    """Pages or blocks of the pool."""
+    pool_bytes: int
+    max_model_len: int
+    """Longest request that the pool and the model hold."""
+    binds: Limit
+    """What binds max_num_seqs at this workload."""
+    pool_binds: Limit
+    length_binds: Limit
+    bounds: tuple[Bound, ...]
+    misses: tuple[Problem, ...]
+    """Targets and demands of the workload that these settings do not meet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Contexts, all requests being that long, over which one thing binds."""
+
+    first_tokens: int
+    last_tokens: int
+    binds: Limit
+    seqs_at_first: int
+    """Requests of a lane; 0 where not even one meets the target TPOT."""
+    seqs_at_last: int

@@ -1,0 +1,229 @@
+"""MAX_NUM_SEQS, KV pool and longest request of a lane, solved for a workload; and what binds, from which context on.
+
+The rule for lengths that vary: the workload's longest request must run beside others of mean length. With one length
+that is exact; with several, a lane that draws worse than this preempts its youngest request.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+
+from kimi_operator.api.deployment import Role
+from kimi_operator.errors import Problem
+from kimi_operator.planner.budget import PoolDesign
+from kimi_operator.planner.case import Bound, Case, Limit, Solution, Stretch, Timing
+from kimi_operator.planner.memory import MemoryLine
+from kimi_operator.planner.units import bytes_text, ceil_div
+from kimi_operator.planner.workload import Lengths, fixed
+
+MOST_SEQS = 4096
+"""More than any limit a user can set."""
+_SPREAD = 128
+
+
+def solve(case: Case) -> Solution | Problem:
+    """Solve a case, or say with the arithmetic why the longest request does not fit. Exact in bytes."""
+    problem = _refusal(case)
+    if problem is not None:
+        return problem
+    bounds = tuple(_bounds(case))
+    tightest = min(bounds, key=lambda bound: bound.max_num_seqs)
+    hard = min(bound.max_num_seqs for bound in bounds if bound.limit is not Limit.WORKLOAD)
+    seqs, captures = max(1, tightest.max_num_seqs), case.budget.captures
+    if captures is not None:
+        seqs = captures.padded(seqs, max(1, hard))
+    units = case.budget.num_units(seqs)
+    held = case.budget.design.longest(units)
+    return Solution(
+        max_num_seqs=seqs,
+        running=seqs * case.lanes,
+        num_units=units,
+        pool_bytes=case.budget.pool(seqs),
+        max_model_len=min(held, case.max_positions),
+        binds=tightest.limit,
+        pool_binds=Limit.MEMORY if case.budget.pool_bytes is None else Limit.SETTING,
+        length_binds=Limit.PAGES if held < case.max_positions else Limit.MODEL,
+        bounds=bounds,
+        misses=tuple(_misses(case, seqs, tightest.limit)),
+    )
+
+
+def stretches(case: Case) -> tuple[Stretch, ...]:
+    """What binds at each context up to the longest request, the workload's own lengths and demand left aside.
+
+    Exact where memory binds after lanes; where two limits take turns around one context, one change is shown.
+    """
+    last = min(case.budget.design.longest(case.budget.num_units(1)), case.max_positions)
+    found, first = [], 1
+    while first <= last:
+        stretch = _stretch(case, first, last)
+        found.append(stretch)
+        first = stretch.last_tokens + 1
+    return tuple(found)
+
+
+def _stretch(case: Case, first: int, last: int) -> Stretch:
+    binds, seqs = _at_context(case, first)
+    reach = most(lambda tokens: _at_context(case, tokens)[0] is binds, first, last)
+    return Stretch(first, reach, binds, seqs, _at_context(case, reach)[1])
+
+
+def unused(case: Case, solution: Solution) -> tuple[MemoryLine, ...]:
+    """Memory of a GPU that these settings pay for and the workload never touches; lines of 0 bytes are left out."""
+    budget, seqs, design = case.budget, solution.max_num_seqs, case.budget.design
+    outside = budget.outside(seqs)
+    idle = solution.num_units - _need(case, case.requests)(seqs)
+    tail = solution.pool_bytes - design.fixed_bytes(seqs) - solution.num_units * design.unit_bytes
+    lines = (
+        MemoryLine(
+            "outside the pool",
+            outside,
+            f"{budget.free:,} B free - {solution.pool_bytes:,} B of pool - {budget.graphs_bytes(seqs):,} B of graphs: "
+            f"{outside // design.unit_bytes:,} more {design.unit}",
+        ),
+        MemoryLine("pool's remainder", tail, f"less than one of its {design.unit_bytes:,} B {design.unit}"),
+        MemoryLine(
+            f"idle {design.unit}",
+            idle * design.unit_bytes,
+            f"{idle:,} of {solution.num_units:,} {design.unit}: {seqs} running requests of this workload fill the rest",
+        ),
+    )
+    return tuple(line for line in lines if line.bytes)
+
+
+def most(allows: Callable[[int], bool], least: int, greatest: int) -> int:
+    """The greatest number up to `greatest` that is allowed, when all from `least` to it are; else `least` - 1."""
+    low, high = least - 1, greatest
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if allows(middle) else (low, middle - 1)
+    return low
+
+
+def _need(case: Case, requests: Lengths) -> Callable[[int], int]:
+    """Running requests -> pages or blocks that they take: the longest request beside mean ones."""
+    longest, total = _longest_and_total(case.budget.design, requests)
+    return lambda seqs: longest + ceil_div((seqs - 1) * total, len(requests.points))
+
+
+@lru_cache(maxsize=1024)
+def _longest_and_total(design: PoolDesign, requests: Lengths) -> tuple[int, int]:
+    """Pages or blocks of the longest request, and of one request of each length together."""
+    return design.units(requests.longest), sum(design.units(tokens) for tokens in requests.points)
+
+
+def _bounds(case: Case) -> Iterator[Bound]:
+    """Every limit on MAX_NUM_SEQS; of equal ones the first is named."""
+    yield Bound(Limit.LANES, case.most_seqs, f"{case.lanes} lanes, each at most {case.most_seqs}")
+    if case.budget.captures is not None and case.budget.pool_bytes is not None:
+        yield _graphs_bound(case)
+    yield _memory_bound(case, case.requests)
+    if case.timing is not None:
+        yield from _time_bounds(case, case.timing)
+    running = case.workload.running
+    if running is not None and case.role is Role.DECODE:
+        yield Bound(Limit.WORKLOAD, ceil_div(running, case.lanes), f"{running:,} at once over {case.lanes} lanes")
+
+
+def _graphs_bound(case: Case) -> Bound:
+    budget, room = case.budget, case.budget.free - case.budget.pool(1)
+    assert budget.captures is not None
+    seqs = most(lambda n: budget.outside(n) >= 0, 1, MOST_SEQS)
+    sizes, each = len(budget.captures.sizes(seqs + 1)), budget.captures.bytes_each
+    refused = f"; {seqs + 1} would capture {sizes} sizes x {each:,} B" if seqs < MOST_SEQS else ""
+    return Bound(Limit.GRAPHS, seqs, f"{room:,} B are left for them{refused}")
+
+
+def _memory_bound(case: Case, requests: Lengths) -> Bound:
+    """What pool and state slots hold, named after what one more request would spend most on."""
+    budget, design, need = case.budget, case.budget.design, _need(case, requests)
+    seqs = most(lambda n: budget.num_units(n) >= need(n), 1, MOST_SEQS)
+    state = design.units(0) * design.unit_bytes
+    # Slots of handoffs and captured graphs come one for several requests: spread, so that the name does not flicker.
+    spent = {
+        Limit.SLOTS: ceil_div(design.fixed_bytes(_SPREAD), _SPREAD) + state,
+        Limit.PAGES: (need(seqs + 1) - need(max(1, seqs))) * design.unit_bytes - state,
+    }
+    if budget.pool_bytes is None:
+        spent[Limit.GRAPHS] = ceil_div(budget.graphs_bytes(_SPREAD), _SPREAD)
+    how = f"{budget.num_units(max(1, seqs)):,} {design.unit}; one more request spends "
+    how += ", ".join(f"{bytes_text(amount)} on {limit}" for limit, amount in spent.items() if amount)
+    return Bound(max(spent, key=lambda limit: spent[limit]), seqs, how)
+
+
+def _time_bounds(case: Case, timing: Timing) -> Iterator[Bound]:
+    work = case.workload
+    if case.role is Role.DECODE and work.tpot_s is not None:
+        context = math.ceil(work.prompt.mean + work.output.mean / 2)
+        yield _tpot_bound(timing, min(context, case.max_positions), work.tpot_s)
+    if case.role is Role.PREFILL and work.ttft_s is not None:
+        target, tokens = work.ttft_s, max(1, math.ceil(work.computed_prompt_tokens))
+        one_s = timing.prefill_s(tokens)
+        seqs = most(lambda n: n * one_s <= target, 1, MOST_SEQS)
+        yield Bound(Limit.TTFT, seqs, f"prompts of {tokens:,} tokens take {one_s:.3f} s each on a lane")
+
+
+def _tpot_bound(timing: Timing, context: int, target_s: float) -> Bound:
+    seqs = most(lambda n: timing.decode_step_s(n, context) <= target_s, 1, MOST_SEQS)
+    step_s = timing.decode_step_s(max(1, seqs), context)
+    return Bound(
+        Limit.TPOT, seqs, f"a step of {max(1, seqs)} requests of {context:,} tokens takes {step_s * 1e3:.1f} ms"
+    )
+
+
+def _at_context(case: Case, tokens: int) -> tuple[Limit, int]:
+    """What binds, and how many run, when every request holds so many tokens."""
+    bounds = [Bound(Limit.LANES, case.most_seqs, "")]
+    if case.budget.captures is not None and case.budget.pool_bytes is not None:
+        bounds.append(_graphs_bound(case))
+    bounds.append(_memory_bound(case, fixed(tokens)))
+    if case.timing is not None and case.workload.tpot_s is not None and case.role is Role.DECODE:
+        bounds.append(_tpot_bound(case.timing, tokens, case.workload.tpot_s))
+    tightest = min(bounds, key=lambda bound: bound.max_num_seqs)
+    return tightest.limit, tightest.max_num_seqs
+
+
+def _refusal(case: Case) -> Problem | None:
+    budget, field = case.budget, f"spec.{case.role}"
+    line = budget.overflow()
+    if line is not None:
+        got = " + ".join(f"{bytes_text(each.bytes)} {each.label}" for each in budget.lines if each.bytes)
+        expected = f"at most {bytes_text(budget.memory)}, the memory of a GPU; {line.label} do not fit"
+        return Problem(field, got, expected, "use more GPUs a group, a larger tensorParallel, or GPUs with more memory")
+    if budget.outside(1) < 0:
+        got = f"{budget.pool(1):,} B of pool and {budget.graphs_bytes(1):,} B of captured graphs"
+        lower = budget.free - budget.graphs_bytes(1)
+        remedy = f"lower it to {lower:,} B" if lower > 0 else "capture fewer graphs"
+        return Problem(f"{field}.kvCacheMemoryBytes", got, f"at most {budget.free:,} B, what is free", remedy)
+    longest, units = case.requests.longest, budget.num_units(1)
+    if budget.design.units(longest) <= units:
+        return None
+    got = f"a request of {longest:,} tokens: {budget.design.units(longest):,} {budget.design.unit}"
+    held = budget.design.longest(units)
+    remedy = f"lower it to {held:,} tokens" if held else "use more GPUs a group, or GPUs with more memory"
+    expected = f"at most {units:,}, which {bytes_text(max(0, budget.pool(1)))} of pool hold beside one request's state"
+    return Problem(f"{field} longest request", got, expected, remedy)
+
+
+def _misses(case: Case, seqs: int, limit: Limit) -> Iterator[Problem]:
+    work, timing = case.workload, case.timing
+    if case.role is Role.DECODE and work.running is not None and work.running > seqs * case.lanes:
+        expected = f"at most {seqs * case.lanes:,}: {seqs} a lane x {case.lanes} lanes, where {limit} bind"
+        remedy = f"use {ceil_div(work.running, seqs):,} lanes, or lower it"
+        yield Problem("workload.concurrency", f"{work.running:,}", expected, remedy)
+    if timing is None:
+        return
+    if case.role is Role.DECODE and work.tpot_s is not None:
+        context = min(math.ceil(work.prompt.mean + work.output.mean / 2), case.max_positions)
+        step_s = timing.decode_step_s(1, context)
+        if step_s > work.tpot_s:
+            expected = f"at least {step_s:.4f} s, the step of one request of {context:,} tokens"
+            yield Problem("workload.targets.tpotSeconds", f"{work.tpot_s:g}", expected, "raise it")
+    if case.role is Role.PREFILL and work.ttft_s is not None:
+        tokens = max(1, math.ceil(case.requests.longest * (1 - work.reuse)))
+        longest_s = timing.prefill_s(tokens)
+        if longest_s > work.ttft_s:
+            expected = f"at least {longest_s:.3f} s, which {tokens:,} prompt tokens take alone"
+            yield Problem("workload.targets.ttftSeconds", f"{work.ttft_s:g}", expected, "raise it or shorten prompts")
