@@ -1,0 +1,27 @@
+"""What a hardware profile states about measured speed: a factor a phase over the planner's roofline, and its band."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field, StringConstraints
+
+from kimi_operator.api.base import ApiModel
+
+Factor = Annotated[float, Field(gt=0, le=1000, allow_inf_nan=False)]
+Percent = Annotated[float, Field(ge=0, le=1000, allow_inf_nan=False)]
+
+
+class CalibrationSpec(ApiModel):
+    """Made by `kimictl profile calibrate`. A factor without its band is not used."""
+
+    engine: Annotated[str, StringConstraints(min_length=1, max_length=64)] = Field(
+        default="kimi-worker", description="Software that was measured; the factors are used for it alone."
+    )
+    decode_factor: Factor | None = Field(default=None, description="Measured decode step over the roofline.")
+    decode_band_percent: Percent | None = Field(default=None, description="How far such a prediction may be off.")
+    prefill_factor: Factor | None = Field(default=None, description="Measured prefill over the roofline.")
+    prefill_band_percent: Percent | None = Field(default=None, description="How far such a prediction may be off.")
+    measured_on: Annotated[str, StringConstraints(min_length=1, max_length=256)] = Field(
+        description="Layout, loads and day of the measured run."
+    )

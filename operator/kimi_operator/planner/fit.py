@@ -1,0 +1,235 @@
+"""Fitting the one factor a chip and engine, with held-out points kept apart, and what their errors say about others.
+
+How a prediction finds its factor, nearest first:
+  own        fitted points of this chip and this engine
+  same isa   of this engine on another chip of the same instruction set
+  borrowed   the closest there is: this chip with another engine, else its instruction set, else all
+Each step has its own held-out points, so its error is measured and not guessed: those of the step itself and of all
+nearer ones, and for `borrowed` also what each chip's fitted points show when the other chips' factor predicts them.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from kimi_operator.planner.predict import (
+    Anchor,
+    Calibration,
+    Prediction,
+    decode_step_ms,
+    prefill_ms,
+    roofline_s,
+    roofline_terms,
+)
+from kimi_operator.planner.roofline import ASSUMED, DecodeLoad, PrefillLoad, Setup
+
+ENOUGH_POINTS = 3
+"""From so many measured points on, their own leave-one-out error counts instead of the published held-out one."""
+
+
+class Use(StrEnum):
+    """What a measured point is for."""
+
+    FITTED = "fitted"
+    HELD_OUT = "held out"
+
+
+class Nearness(StrEnum):
+    """Where a factor comes from, nearest first."""
+
+    OWN = "own"
+    SAME_ISA = "same isa"
+    BORROWED = "borrowed"
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One measured time of a decode step or of a prefill."""
+
+    name: str
+    setup: Setup
+    load: DecodeLoad | PrefillLoad
+    measured_s: float
+    use: Use
+    source: str
+
+    @property
+    def anchor(self) -> Anchor:
+        """The sample as a factor's input."""
+        return Anchor(self.setup, self.load, self.measured_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Residual:
+    """A sample beside what was predicted for it, with a band that the sample itself had no part in (if held out)."""
+
+    sample: Sample
+    nearness: Nearness
+    predicted: Prediction
+
+    @property
+    def error(self) -> float:
+        """Predicted over measured, less one."""
+        return self.predicted.value / (self.sample.measured_s * 1e3) - 1
+
+    @property
+    def is_in_band(self) -> bool:
+        """Whether what was measured lies in the band."""
+        return self.predicted.low <= self.sample.measured_s * 1e3 <= self.predicted.high
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What a measured run does to the factor. Errors are predicted over measured less one, in the samples' order."""
+
+    before: Calibration
+    after: Calibration
+    errors_before: tuple[float, ...]
+    errors_after: tuple[float, ...]
+    errors_left_out: tuple[float, ...]
+    """Each sample predicted by the factor of the others; empty with fewer than two."""
+
+
+def calibrate(setup: Setup, phase: type[DecodeLoad | PrefillLoad], samples: Iterable[Sample]) -> Calibration:
+    """The nearest factor for a setup, with the held-out error of its kind. Raises ValueError without fitted points."""
+    mine = tuple(sample for sample in samples if isinstance(sample.load, phase))
+    nearness, chosen = _nearest(setup, [sample for sample in mine if sample.use is Use.FITTED])
+    error, count = _held_out_error(nearness, mine)
+    names = ", ".join(_name(sample) for sample in chosen)
+    where = {
+        Nearness.OWN: "",
+        Nearness.SAME_ISA: f", borrowed from another {setup.chip.isa} chip",
+        Nearness.BORROWED: f", borrowed: nothing of {setup.engine.name} on {setup.chip.isa} was measured",
+    }[nearness]
+    factor = _factor(chosen)
+    held = f"{count} held-out points, worst {math.expm1(error):.1%} off" if count else "no held-out point"
+    return Calibration(
+        anchors=tuple(sample.anchor for sample in chosen),
+        error=error,
+        text=f"factor {factor:.3f} fitted on {names}{where}; {held}",
+    )
+
+
+def stated(factor: float, band_percent: float, measured_on: str) -> Calibration:
+    """A calibration as a hardware profile states it."""
+    return Calibration((), math.log1p(band_percent / 100), f"factor {factor:.3f} of the profile: {measured_on}", factor)
+
+
+def residuals(samples: Sequence[Sample]) -> tuple[Residual, ...]:
+    """Every sample with its prediction: fitted points by their own factor, held-out ones as any other setup."""
+    return tuple(_residual(sample, samples) for sample in samples)
+
+
+def refit(measured: Sequence[Sample], published: Sequence[Sample]) -> Change:
+    """Fit the factor anew on measured samples of one setup and phase, and compare with the factor before.
+
+    Raises ValueError when a time is shorter than reading the bytes at peak bandwidth takes: no factor explains it.
+    """
+    for sample in measured:
+        _check_possible(sample)
+    first = measured[0]
+    before = calibrate(first.setup, type(first.load), published)
+    anchors = tuple(sample.anchor for sample in measured)
+    left_out = tuple(_error(s, _factor([o for o in measured if o is not s])) for s in measured if len(measured) > 1)
+    worst = max((abs(math.log1p(error)) for error in left_out), default=0.0)
+    published_error, _ = _held_out_error(
+        Nearness.OWN, tuple(s for s in published if isinstance(s.load, type(first.load)))
+    )
+    error = worst if len(measured) >= ENOUGH_POINTS else max(worst, published_error)
+    factor = _factor(measured)
+    after = Calibration(anchors, error, f"factor {factor:.3f} fitted on {len(measured)} measured points")
+    return Change(
+        before=before,
+        after=after,
+        errors_before=tuple(_error(sample, before.factor()) for sample in measured),
+        errors_after=tuple(_error(sample, factor) for sample in measured),
+        errors_left_out=left_out,
+    )
+
+
+def least_possible_s(sample: Sample) -> float:
+    """Only the bytes that every step reads, and a prompt's FLOPs, at the peak of the data sheet.
+
+    Of the experts nothing is counted in decode: real tokens may hit fewer than uniform routing does.
+    """
+    terms = roofline_terms(sample.setup, sample.load, _PERFECT)
+    return sum(term.seconds for term in terms if term.label in _UNAVOIDABLE)
+
+
+def predict_ms(setup: Setup, load: DecodeLoad | PrefillLoad, calibration: Calibration) -> Prediction:
+    """Either phase."""
+    if isinstance(load, DecodeLoad):
+        return decode_step_ms(setup, load, calibration)
+    return prefill_ms(setup, load, calibration)
+
+
+_PERFECT = replace(ASSUMED, hbm_share=1.0, gemm_share=1.0, attention_share=1.0)
+_UNAVOIDABLE = {"weights", "cache", "matrix products", "attention"}
+
+
+def _check_possible(sample: Sample) -> None:
+    least = least_possible_s(sample)
+    if sample.measured_s < least:
+        raise ValueError(
+            f"{sample.name}: {sample.measured_s * 1e3:.4g} ms is less than {least * 1e3:.4g} ms, which bytes and FLOPs "
+            f"take at the peak of {sample.setup.chip.name}"
+        )
+
+
+def _residual(sample: Sample, samples: Sequence[Sample]) -> Residual:
+    phase = type(sample.load)
+    nearness, _ = _nearest(sample.setup, _fitted(phase, samples))
+    others = [other for other in samples if other is not sample or other.use is Use.FITTED]
+    calibration = calibrate(sample.setup, phase, others)
+    return Residual(sample, nearness, predict_ms(sample.setup, sample.load, calibration))
+
+
+def _fitted(phase: type[DecodeLoad | PrefillLoad], samples: Iterable[Sample]) -> list[Sample]:
+    return [sample for sample in samples if sample.use is Use.FITTED and isinstance(sample.load, phase)]
+
+
+def _nearest(setup: Setup, fitted: Sequence[Sample]) -> tuple[Nearness, list[Sample]]:
+    """The fitted samples that a setup's factor comes from. Raises ValueError when there are none."""
+    chip, isa, engine = setup.chip.name, setup.chip.isa, setup.engine.name
+    steps: tuple[tuple[Nearness, Callable[[Setup], bool]], ...] = (
+        (Nearness.OWN, lambda s: (s.chip.name, s.engine.name) == (chip, engine)),
+        (Nearness.SAME_ISA, lambda s: (s.chip.isa, s.engine.name) == (isa, engine)),
+        (Nearness.BORROWED, lambda s: s.chip.name == chip),
+        (Nearness.BORROWED, lambda s: s.chip.isa == isa),
+        (Nearness.BORROWED, lambda _: True),
+    )
+    for nearness, belongs in steps:
+        if chosen := [sample for sample in fitted if belongs(sample.setup)]:
+            return nearness, chosen
+    raise ValueError("no fitted point of this phase; measure one and mark it fitted")
+
+
+def _held_out_error(nearness: Nearness, samples: Sequence[Sample]) -> tuple[float, int]:
+    """Largest |log error| of the held-out points of this step and of nearer ones, and their number."""
+    order = list(Nearness)
+    fitted = [sample for sample in samples if sample.use is Use.FITTED]
+    errors = []
+    for sample in samples:
+        step, chosen = _nearest(sample.setup, fitted)
+        if sample.use is Use.HELD_OUT and order.index(step) <= order.index(nearness):
+            errors.append(_error(sample, _factor(chosen)))
+        elif sample.use is Use.FITTED and nearness is Nearness.BORROWED:
+            others = [other for other in fitted if other.setup.chip.name != sample.setup.chip.name]
+            errors += [_error(sample, _factor(others))] if others else []
+    return max((abs(math.log1p(error)) for error in errors), default=0.0), len(errors)
+
+
+def _factor(samples: Sequence[Sample]) -> float:
+    return statistics.geometric_mean([s.measured_s / roofline_s(s.setup, s.load) for s in samples])
+
+
+def _error(sample: Sample, factor: float) -> float:
+    return factor * roofline_s(sample.setup, sample.load) / sample.measured_s - 1
+
+
+def _name(sample: Sample) -> str:
+    return f"{sample.name} ({sample.measured_s * 1e3:,.2f} ms)"

@@ -1,0 +1,291 @@
+"""How fast: decode step, prefill, handoff, throughput against concurrency. Every figure with its band.
+
+A prediction is `factor x roofline`, where the factor was fitted on measured points (`fit`). Its band is the wider, on
+each side, of two things that can be computed:
+- the largest error that held-out points showed (as a ratio, both ways), and
+- what the prediction becomes when each assumed constant takes the least and the most that its sources allow, with the
+  factor fitted anew each time. Near the fitted points the refit takes the change back; far from them it does not.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cache
+
+from kimi_operator.planner.roofline import (
+    ASSUMED,
+    ASSUMED_RANGES,
+    Constants,
+    DecodeLoad,
+    PrefillLoad,
+    Setup,
+    Term,
+    decode_terms,
+    handoff_bytes,
+    prefill_terms,
+)
+
+HANDOFF_SHARES = (0.56, 0.96)
+"""Achieved share of a 50 GB/s card in one-sided writes (MoRI-IO): 28 GB/s one unchunked transfer, 48 GB/s batches."""
+
+_VARIED: dict[type[DecodeLoad | PrefillLoad], tuple[str, ...]] = {
+    DecodeLoad: ("hbm_share", "launch_s", "all_reduce_s", "exchange_per_node_s"),
+    PrefillLoad: ("gemm_share", "attention_share", "all_reduce_s", "launch_s"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """A figure, the band around it, what it was calibrated on, and the summands that it was scaled from."""
+
+    value: float
+    low: float
+    high: float
+    unit: str
+    calibrated_on: str
+    terms: tuple[Term, ...] = ()
+
+    def scaled(self, factor: float, unit: str) -> Prediction:
+        """The same in another unit."""
+        return replace(self, value=self.value * factor, low=self.low * factor, high=self.high * factor, unit=unit)
+
+
+@dataclass(frozen=True, slots=True)
+class Anchor:
+    """A measured time that a factor is fitted on, in seconds."""
+
+    setup: Setup
+    load: DecodeLoad | PrefillLoad
+    measured_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """One factor of a chip and engine, and how far it may be off."""
+
+    anchors: tuple[Anchor, ...]
+    """What it is fitted on. None: the factor was stated, not fitted here."""
+    error: float
+    """Largest held-out error, as |log(predicted / measured)|."""
+    text: str
+    stated_factor: float = 1.0
+
+    def factor(self, constants: Constants = ASSUMED) -> float:
+        """Geometric mean of measured over roofline: the least squares of relative errors."""
+        return _factor(self, constants) if self.anchors else self.stated_factor
+
+
+def roofline_terms(setup: Setup, load: DecodeLoad | PrefillLoad, constants: Constants = ASSUMED) -> tuple[Term, ...]:
+    """The summands of either phase."""
+    if isinstance(load, DecodeLoad):
+        return decode_terms(setup, load, constants)
+    return prefill_terms(setup, load, constants)
+
+
+def roofline_s(setup: Setup, load: DecodeLoad | PrefillLoad, constants: Constants = ASSUMED) -> float:
+    """Their sum in seconds."""
+    return sum(term.seconds for term in roofline_terms(setup, load, constants))
+
+
+def decode_step_ms(setup: Setup, load: DecodeLoad, calibration: Calibration) -> Prediction:
+    """Time of one decode step, which is the time between two tokens of each running request."""
+    return _predict(setup, load, calibration).scaled(1e3, "ms")
+
+
+def prefill_ms(setup: Setup, load: PrefillLoad, calibration: Calibration) -> Prediction:
+    """Time from the first chunk of a prompt to its last; waiting is not in it. Raises ValueError without FLOPs."""
+    return _predict(setup, load, calibration).scaled(1e3, "ms")
+
+
+def handoff_ms(setup: Setup, tokens: int) -> Prediction:
+    """Time to write one request from a prefill rank to its decode peer, each rank over its own network card.
+
+    The band is the measured bandwidth, from single transfers to batches; the value is their geometric mean.
+    Raises ValueError when nobody stated the card's bandwidth.
+    """
+    nic = setup.chip.nic_bytes_per_second
+    if nic is None:
+        raise ValueError(f"{setup.chip.name}: no bandwidth of the network card stated; handoff cannot be predicted")
+    amount = handoff_bytes(setup, tokens)
+    high, low = (amount / (nic * share) * 1e3 for share in HANDOFF_SHARES)
+    how = f"{amount:,} B over one card of {nic / 1e9:.0f} GB/s"
+    value = math.sqrt(low * high)
+    source = "MoRI-IO write benchmarks, 28 to 48 GB/s on 400 Gb/s cards; nothing fitted"
+    return Prediction(value, low, high, "ms", source, (Term("bytes", value / 1e3, how),))
+
+
+def _predict(setup: Setup, load: DecodeLoad | PrefillLoad, calibration: Calibration) -> Prediction:
+    terms = roofline_terms(setup, load)
+    value = calibration.factor() * sum(term.seconds for term in terms)
+    spread = [value]
+    if calibration.anchors:
+        corners = _corners(_VARIED[type(load)])
+        spread += [calibration.factor(constants) * roofline_s(setup, load, constants) for constants in corners]
+    margin = math.exp(calibration.error)
+    return Prediction(
+        value=value,
+        low=min(value / margin, *spread),
+        high=max(value * margin, *spread),
+        unit="s",
+        calibrated_on=calibration.text,
+        terms=terms,
+    )
+
+
+@cache
+def _corners(names: tuple[str, ...]) -> tuple[Constants, ...]:
+    return tuple(
+        replace(ASSUMED, **dict(zip(names, values, strict=True)))
+        for values in itertools.product(*(ASSUMED_RANGES[name] for name in names))
+    )
+
+
+@cache
+def _factor(calibration: Calibration, constants: Constants) -> float:
+    return statistics.geometric_mean(
+        [a.measured_s / roofline_s(a.setup, a.load, constants) for a in calibration.anchors]
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a request asks for, in tokens. `cached_tokens` of the prompt are reused, not computed."""
+
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: int = 0
+
+    @property
+    def mean_context(self) -> int:
+        """Context halfway through the answer."""
+        return self.prompt_tokens + self.output_tokens // 2
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What a decode lane can hold at once."""
+
+    max_num_seqs: int
+    num_pages: int
+    page_size_tokens: int
+
+    def running(self, request: Request) -> tuple[int, str]:
+        """Requests of a lane that run at once, and what limits them."""
+        pages = -(-(request.prompt_tokens + request.output_tokens) // self.page_size_tokens)
+        by_pages = self.num_pages // pages
+        return (by_pages, "KV pages") if by_pages < self.max_num_seqs else (self.max_num_seqs, "maxNumSeqs")
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One role as a whole: `groups` equal groups and how their times are calibrated."""
+
+    setup: Setup
+    calibration: Calibration
+    groups: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class CurvePoint:
+    """Throughput when clients keep `concurrency` requests going."""
+
+    concurrency: int
+    running: int
+    """Requests that decode at once; the others wait or are in prefill."""
+    tpot: Prediction
+    tokens_per_second: Prediction
+    binds: str
+
+
+def throughput_curve(
+    decode: Side, capacity: Capacity, request: Request, concurrencies: Iterable[int], prefill: Side | None = None
+) -> tuple[CurvePoint, ...]:
+    """Output tokens a second against concurrency, by asymptotic bounds of a closed system (operational analysis):
+
+    the least of concurrency / (time of a token + its part of the prefill), of what full lanes decode, and of what
+    prefill can feed. Without `prefill` the last one and prefill's part are left out. Raises ValueError as prefill_ms.
+    """
+    one, limit = capacity.running(request)
+    most = one * decode.setup.shape.lanes * decode.groups
+    if most < 1:
+        needed = request.prompt_tokens + request.output_tokens
+        raise ValueError(f"a lane's {capacity.num_pages:,} pages do not hold one request of {needed:,} tokens")
+    feed = _feed(prefill, request) if prefill else None
+    return tuple(_curve_point(decode, request, c, (most, limit), feed) for c in concurrencies)
+
+
+def _curve_point(
+    decode: Side, request: Request, concurrency: int, most: tuple[int, str], feed: _Feed | None
+) -> CurvePoint:
+    running = min(concurrency, most[0])
+    load = DecodeLoad(-(-running // decode.groups), request.mean_context)
+    tpot = decode_step_ms(decode.setup, load, decode.calibration)
+    bounds = [_bounds(tpot_ms, running, concurrency, feed, side) for side, tpot_ms in _sides(tpot)]
+    rate, low, high = (min(each.values()) for each in bounds)
+    first = min(bounds[0], key=lambda name: bounds[0][name])
+    binds = most[1] if first == "lanes" else first
+    text = tpot.calibrated_on if feed is None else f"decode: {tpot.calibrated_on}; prefill: {feed.text}"
+    return CurvePoint(concurrency, running, tpot, Prediction(rate, low, high, "tokens/s", text), binds)
+
+
+@dataclass(frozen=True, slots=True)
+class _Feed:
+    """Prefill seen from decode, for value, slow and fast end: seconds an output token alone, and tokens/s at most."""
+
+    seconds: tuple[float, float, float]
+    tokens_per_second: tuple[float, float, float]
+    text: str
+
+
+def _feed(prefill: Side, request: Request) -> _Feed:
+    new = max(1, request.prompt_tokens - request.cached_tokens)
+    lanes = prefill.setup.shape.lanes
+    load = PrefillLoad(new, request.cached_tokens)
+    alone = prefill_ms(prefill.setup, load, prefill.calibration)
+    busy = prefill_ms(prefill.setup, replace(load, busy_lanes=lanes), prefill.calibration)
+    outputs = request.output_tokens
+    a, b, c = (ms / 1e3 / outputs for _, ms in _sides(alone))
+    x, y, z = (lanes * prefill.groups * outputs * 1e3 / ms for _, ms in _sides(busy))
+    return _Feed((a, b, c), (x, y, z), busy.calibrated_on)
+
+
+def _sides(p: Prediction) -> tuple[tuple[int, float], tuple[int, float], tuple[int, float]]:
+    """Value, then the slow and the fast end of a time: they give the rate, its low and its high."""
+    return (0, p.value), (1, p.high), (2, p.low)
+
+
+def _bounds(tpot_ms: float, running: int, concurrency: int, feed: _Feed | None, side: int) -> dict[str, float]:
+    """Each bound on tokens/s by its name; the least one binds."""
+    token_s = tpot_ms / 1e3
+    alone = feed.seconds[side] if feed else 0.0
+    bounds = {"concurrency": concurrency / (token_s + alone)}
+    if running < concurrency:
+        bounds["lanes"] = running / token_s
+    if feed:
+        bounds["prefill"] = feed.tokens_per_second[side]
+    return bounds
+
+
+def knee(points: tuple[CurvePoint, ...]) -> CurvePoint:
+    """Where more concurrency stops paying: the point farthest above the straight line from first to last.
+
+    Both axes are scaled to 0..1 (Kneedle, Satopaa et al. 2011, without smoothing: the curve has no noise). A curve
+    that never bends has its knee at its end. Raises ValueError without points.
+    """
+    if not points:
+        raise ValueError("a knee needs at least one point")
+    first, last = points[0], points[-1]
+    width = last.concurrency - first.concurrency or 1
+    # one more request in one lane slows all, so the last point need not be the highest
+    height = max(point.tokens_per_second.value for point in points) - first.tokens_per_second.value or 1.0
+
+    def above(point: CurvePoint) -> float:
+        x = (point.concurrency - first.concurrency) / width
+        return (point.tokens_per_second.value - first.tokens_per_second.value) / height - x
+
+    best = max(points, key=above)
+    return best if above(best) > 1e-9 else last

@@ -1,0 +1,301 @@
+"""Uncalibrated times: bytes and FLOPs that a step must move and do, over what the hardware could, plus latencies.
+
+Nothing here is fitted. `predict` multiplies the sums with one factor a chip and engine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cache
+
+from kimi_operator.api.profile import DType
+from kimi_operator.planner.architecture import Architecture
+from kimi_operator.planner.memory import ExpertFormat, GroupShape, row_bytes, slot_bytes
+from kimi_operator.planner.tensors import Part, Placement, Tensor, tensor_table
+
+ROW_ITEMSIZE = 2
+"""Bytes an element of an activation between ranks (bfloat16)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chip:
+    """What a GPU and its links could do at best, one way; None: nobody stated it. Each pair of a node has a link."""
+
+    name: str
+    isa: str
+    hbm_bytes_per_second: float
+    bf16_flops: float | None = None
+    link_bytes_per_second: float | None = None
+    nic_bytes_per_second: float | None = None
+
+
+class Resident(StrEnum):
+    """How an engine holds what is no routed expert: as in the files, or as the bundled worker loads it."""
+
+    AS_STORED = "as stored"
+    AS_LOADED = "as loaded"
+
+
+class Split(StrEnum):
+    """How the ranks of a group share routed experts: whole ones (EP, tokens travel) or a slice of each (TP)."""
+
+    BY_EXPERT = "by expert"
+    BY_COLUMN = "by column"
+
+
+class Graphs(StrEnum):
+    """How steps are launched: piecewise is split at each attention layer."""
+
+    FULL = "full"
+    PIECEWISE = "piecewise"
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """What software runs, as far as bytes depend on it: experts, elements of cached MLA rows, other weights."""
+
+    name: str
+    experts: ExpertFormat
+    kv_itemsize: int
+    resident: Resident = Resident.AS_STORED
+    itemsize: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """One group of one role: model, hardware, layout, engine."""
+
+    architecture: Architecture
+    chip: Chip
+    shape: GroupShape
+    engine: Engine
+    split: Split = Split.BY_EXPERT
+    graphs: Graphs = Graphs.FULL
+
+
+@dataclass(frozen=True, slots=True)
+class Constants:
+    """What is assumed of every chip. `ASSUMED_RANGES` says how far each may be off."""
+
+    hbm_share: float = 0.70
+    """Achieved share of peak memory bandwidth (Infera's measured efficiency)."""
+    link_share: float = 0.70
+    """Achieved share of peak bandwidth of links and network cards (Infera)."""
+    launch_s: float = 7e-3 / 93
+    """Launching one layer; 7 ms for the 93 layers of Kimi-K3 is an assumption."""
+    piecewise_s: float = 1.05e-3 / 80
+    """What piecewise graphs add a layer: 0.5 to 1.6 ms were reported for 80 layers."""
+    all_reduce_s: float = 18e-6
+    """Floor of one all-reduce within a node; assumed."""
+    exchange_s: float = 82e-6
+    """Floor of dispatch and combine within a node: MoRI-EP on MI300X, 128 tokens, 35 + 47 us at EP8."""
+    exchange_per_node_s: float = 116e-6
+    """What each further node adds: EP16 took 76 + 122 us, EP32 157 + 280 us, so 82 + 116 (nodes - 1) us."""
+    gemm_share: float = 0.15
+    """Achieved share of peak in matrix products: 181.6 (MI300X) and 215.1 (MI325X) of 1307.4 TFLOPS were measured."""
+    attention_share: float = 0.60
+    """The same in prefill attention; assumed."""
+
+
+ASSUMED = Constants()
+ASSUMED_RANGES: dict[str, tuple[float, float]] = {
+    "hbm_share": (0.60, 0.80),
+    "launch_s": (4e-3 / 93, 10e-3 / 93),
+    "all_reduce_s": (12e-6, 25e-6),
+    # 42 + 63 us at EP16 with 4 tokens a rank after tuning, against 198 us at 128 tokens
+    "exchange_per_node_s": (23e-6, 116e-6),
+    "gemm_share": (0.139, 0.165),
+    # 0.78 is the plateau of grouped products (Infera)
+    "attention_share": (0.40, 0.78),
+}
+"""Least and most of each assumption that matters, from the sources beside `Constants`; others are as good as exact."""
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """One summand of a time."""
+
+    label: str
+    seconds: float
+    how: str
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeLoad:
+    """`concurrency` requests of one group, spread evenly over its lanes, each at `context_tokens`."""
+
+    concurrency: int
+    context_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillLoad:
+    """One prompt of a lane: `new_tokens` to compute after `cached_tokens` that a prefix gave, in chunks."""
+
+    new_tokens: int
+    cached_tokens: int = 0
+    chunk_tokens: int = 2048
+    busy_lanes: int = 1
+    """Lanes of the group that compute such a prompt at the same time; they share the ranks' experts."""
+
+
+def distinct_experts(num_experts: int, top_k: int, tokens: float) -> float:
+    """Expected number of distinct experts that `tokens` tokens hit, `top_k` different ones each, chosen uniformly.
+
+    An expert is missed by one token with probability 1 - k/E and by all with (1 - k/E)^N; E experts, by linearity.
+    """
+    return num_experts * float(1 - (1 - top_k / num_experts) ** tokens)
+
+
+def decode_terms(setup: Setup, load: DecodeLoad, constants: Constants = ASSUMED) -> tuple[Term, ...]:
+    """Summands of one decode step of the slowest lane.
+
+    A rank is taken to hold its even share of the experts that are hit; that the slowest rank holds more is left to the
+    fitted factor.
+    """
+    a = setup.architecture
+    rows = -(-load.concurrency // setup.shape.lanes)
+    bandwidth = setup.chip.hbm_bytes_per_second * constants.hbm_share
+    weights, cache = _weight_bytes(setup), rows * (_rows_bytes(setup, load.context_tokens) + 2 * _state_bytes(setup))
+    hit = distinct_experts(a.num_experts, a.experts_per_token, load.concurrency)
+    experts = _expert_bytes(setup, hit)
+    at = f"at {bandwidth / 1e12:.2f} TB/s ({constants.hbm_share:.0%} of peak)"
+    return (
+        Term("weights", weights / bandwidth, f"{weights / 1e9:.2f} GB that every step reads, {at}"),
+        Term("routed experts", experts / bandwidth, f"{experts / 1e9:.2f} GB: {hit:.1f} experts a layer hit, {at}"),
+        Term(
+            "cache", cache / bandwidth, f"{cache / 1e9:.2f} GB: rows of {rows} requests, states read and written, {at}"
+        ),
+        *_latency_terms(setup, rows, constants),
+    )
+
+
+def prefill_terms(setup: Setup, load: PrefillLoad, constants: Constants = ASSUMED) -> tuple[Term, ...]:
+    """Summands of the prefill of one prompt. Raises ValueError when nobody stated the chip's FLOPs."""
+    if setup.chip.bf16_flops is None:
+        raise ValueError(f"{setup.chip.name}: no bf16 FLOP/s stated; prefill cannot be predicted")
+    full, rest = divmod(load.new_tokens, load.chunk_tokens)
+    chunks = [(count, size) for count, size in ((full, load.chunk_tokens), (1, rest)) if count and size]
+    linear = sum(count * _chunk_s(setup, size, load.busy_lanes, constants) for count, size in chunks)
+    pairs = load.new_tokens * load.cached_tokens + load.new_tokens * (load.new_tokens + 1) // 2
+    attention = _attention_flops(setup, pairs)
+    rate = setup.chip.bf16_flops * constants.attention_share
+    latency: dict[str, float] = {}
+    for count, size in chunks:
+        for term in _latency_terms(setup, size, constants):
+            latency[term.label] = latency.get(term.label, 0.0) + count * term.seconds
+    how = f"{full + bool(rest)} chunks"
+    return (
+        Term("matrix products", linear, f"{how}, the longer of FLOPs and weight bytes each"),
+        Term("attention", attention / rate, f"{attention / 1e12:.1f} TFLOP a rank: {pairs:,} pairs of tokens"),
+        *(Term(label, seconds, how) for label, seconds in latency.items()),
+    )
+
+
+def handoff_bytes(setup: Setup, tokens: int) -> int:
+    """Bytes that one rank sends for a request: its cached rows, whole on each rank of a lane, and its state slot."""
+    return _rows_bytes(setup, tokens) + _state_bytes(setup)
+
+
+def _rows_bytes(setup: Setup, tokens: int) -> int:
+    return tokens * row_bytes(setup.architecture, setup.engine.kv_itemsize)
+
+
+def _state_bytes(setup: Setup) -> int:
+    return slot_bytes(setup.architecture, setup.shape.tensor_parallel, DType.BFLOAT16)
+
+
+def _expert_bytes(setup: Setup, hit: float) -> float:
+    """A rank's share of the experts that are hit; by expert and by column it is the same on average."""
+    a = setup.architecture
+    return hit / setup.shape.ranks * a.num_moe_layers * setup.engine.experts.expert_bytes(a)
+
+
+@cache
+def _trunk(a: Architecture) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Tensors that every token meets: split over a lane, and whole. Of the embedding one row a token is read."""
+    used = [tensor for tensor in tensor_table(a) if tensor.part is not Part.EMBEDDING]
+    split = tuple(tensor for tensor in used if tensor.placement is Placement.TENSOR_PARALLEL)
+    return split, tuple(tensor for tensor in used if tensor.placement is Placement.REPLICATED)
+
+
+@cache
+def _trunk_bytes(a: Architecture, resident: Resident, itemsize: int) -> tuple[int, int]:
+    def size(tensor: Tensor) -> int:
+        return tensor.bytes if resident is Resident.AS_STORED else tensor.resident_bytes(itemsize)
+
+    split, whole = _trunk(a)
+    return sum(map(size, split)), sum(map(size, whole))
+
+
+def _weight_bytes(setup: Setup) -> float:
+    split, whole = _trunk_bytes(setup.architecture, setup.engine.resident, setup.engine.itemsize)
+    return split / setup.shape.tensor_parallel + whole
+
+
+@cache
+def _trunk_weights(a: Architecture) -> tuple[int, int]:
+    """Weights that a prompt's token multiplies with; the head sees the last token only."""
+    split, whole = _trunk(a)
+    return sum(t.elements for t in split if t.part is not Part.HEAD), sum(t.elements for t in whole)
+
+
+def _chunk_s(setup: Setup, tokens: int, busy_lanes: int, constants: Constants) -> float:
+    """Matrix products of one chunk: two FLOPs a weight and token, or the bytes of the weights if that takes longer."""
+    a, shape = setup.architecture, setup.shape
+    split, whole = _trunk_weights(a)
+    routed = a.experts_per_token * a.expert_weights * a.num_moe_layers * busy_lanes / shape.ranks
+    flops = 2 * tokens * (split / shape.tensor_parallel + whole + routed)
+    hit = distinct_experts(a.num_experts, a.experts_per_token, tokens * busy_lanes)
+    moved = _weight_bytes(setup) + _expert_bytes(setup, hit)
+    peak = setup.chip.bf16_flops or 0.0
+    return max(flops / (peak * constants.gemm_share), moved / (setup.chip.hbm_bytes_per_second * constants.hbm_share))
+
+
+def _attention_flops(setup: Setup, pairs: int) -> float:
+    """Scores and values, two FLOPs a multiplication; KDA grows with tokens only and is under 1 % of the products."""
+    a = setup.architecture
+    width = a.qk_nope + a.qk_rope + a.v_head
+    return 2 * width * a.num_heads / setup.shape.tensor_parallel * a.num_mla_layers * pairs
+
+
+def _latency_terms(setup: Setup, lane_tokens: int, constants: Constants) -> tuple[Term, ...]:
+    a, shape = setup.architecture, setup.shape
+    per_layer = constants.launch_s + (constants.piecewise_s if setup.graphs is Graphs.PIECEWISE else 0.0)
+    terms = [Term("launch", a.num_layers * per_layer, f"{a.num_layers} layers, {setup.graphs} graphs")]
+    if shape.tensor_parallel > 1:
+        each = _all_reduce_s(setup, lane_tokens, constants)
+        count = 2 * a.num_layers
+        terms.append(Term("all-reduce", count * each, f"{count} of {each * 1e6:.0f} us over a lane"))
+    if setup.split is Split.BY_EXPERT and shape.ranks > 1:
+        each = _exchange_s(setup, lane_tokens / shape.tensor_parallel, constants)
+        terms.append(
+            Term("expert exchange", a.num_moe_layers * each, f"{a.num_moe_layers} of {each * 1e6:.0f} us over {shape}")
+        )
+    return tuple(terms)
+
+
+def _all_reduce_s(setup: Setup, tokens: int, constants: Constants) -> float:
+    """Its floor, or the bytes: each rank sends 2 (TP-1)/TP of the rows over its TP-1 links."""
+    link = setup.chip.link_bytes_per_second
+    if link is None:
+        return constants.all_reduce_s
+    sent = 2 * tokens * setup.architecture.hidden * ROW_ITEMSIZE / setup.shape.tensor_parallel
+    return max(constants.all_reduce_s, sent / (link * constants.link_share))
+
+
+def _exchange_s(setup: Setup, rank_tokens: float, constants: Constants) -> float:
+    """Dispatch and combine: the floor, or the bytes of latent rows over the network card or the links.
+
+    A row crosses to each other node once and goes from there to the expected number of ranks that hold its experts.
+    """
+    a, shape, chip = setup.architecture, setup.shape, setup.chip
+    row = 2 * rank_tokens * a.latent * ROW_ITEMSIZE
+    times = [constants.exchange_s + constants.exchange_per_node_s * (shape.nodes - 1)]
+    if chip.nic_bytes_per_second is not None:
+        times.append(row * (shape.nodes - 1) / (chip.nic_bytes_per_second * constants.link_share))
+    if chip.link_bytes_per_second is not None and shape.gpus_per_node > 1:
+        ranks_hit = distinct_experts(shape.ranks, 1, a.experts_per_token)
+        times.append(row * ranks_hit / ((shape.gpus_per_node - 1) * chip.link_bytes_per_second * constants.link_share))
+    return max(times)

@@ -1,0 +1,273 @@
+"""Measured times as data: the built-in ones beside this file, as the planner's samples and as computed rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import cache
+from importlib.resources import files
+from typing import Annotated, Any, TypeVar
+
+import yaml
+from pydantic import Field
+
+from kimi_operator.api.base import ApiModel, parse
+from kimi_operator.api.calibration import CalibrationSpec
+from kimi_operator.api.profile import Device, HardwareProfile
+from kimi_operator.errors import InvalidSpec, Problem
+from kimi_operator.planner.architecture import Architecture
+from kimi_operator.planner.figures import Computed
+from kimi_operator.planner.fit import Sample, Use, calibrate, residuals, stated
+from kimi_operator.planner.layout import divides
+from kimi_operator.planner.memory import ITEMSIZE, ExpertFormat, GroupShape
+from kimi_operator.planner.predict import Calibration, decode_step_ms
+from kimi_operator.planner.roofline import Chip, DecodeLoad, Engine, Graphs, PrefillLoad, Resident, Setup, Split
+from kimi_operator.profiles import architecture, built_in_profiles
+
+FILE = "measurements.yaml"
+MODEL = "kimi-k3"
+WORKER = "kimi-worker"
+"""The engine that this project brings."""
+
+Name = Annotated[str, Field(min_length=1, max_length=128)]
+Rate = Annotated[float, Field(gt=0, le=1e18, allow_inf_nan=False)]
+Tokens = Annotated[int, Field(ge=1, le=16_777_216)]
+
+
+class ResidentName(StrEnum):
+    """How an engine holds what is no routed expert."""
+
+    AS_STORED = "asStored"
+    AS_LOADED = "asLoaded"
+
+
+class SplitName(StrEnum):
+    """How ranks share routed experts."""
+
+    BY_EXPERT = "byExpert"
+    BY_COLUMN = "byColumn"
+
+
+class UseName(StrEnum):
+    """What a point is for."""
+
+    FITTED = "fitted"
+    HELD_OUT = "heldOut"
+
+
+class LinkFigures(ApiModel):
+    """One link between two GPUs of a node, one way."""
+
+    bytes_per_second: Rate
+    source: str
+
+
+class EngineFigures(ApiModel):
+    """What bytes depend on in an engine."""
+
+    experts: ExpertFormat
+    kv_itemsize: int = Field(ge=1, le=4)
+    resident: ResidentName
+    source: str
+
+
+class LayoutFigures(ApiModel):
+    """A group: nodes, GPUs of each, ranks of a lane, and how ranks share routed experts."""
+
+    nodes: int = Field(ge=1, le=64)
+    gpus_per_node: int = Field(ge=1, le=64)
+    tensor_parallel: int = Field(ge=1, le=64)
+    split: SplitName = SplitName.BY_EXPERT
+
+    @property
+    def shape(self) -> GroupShape:
+        """For the planner."""
+        return GroupShape(self.nodes, self.gpus_per_node, self.tensor_parallel)
+
+
+class _PointFigures(ApiModel):
+    name: Name
+    chip: Name
+    engine: Name
+    layout: LayoutFigures
+    graphs: Graphs = Graphs.FULL
+    use: UseName
+    source: str
+
+
+class DecodeFigures(_PointFigures):
+    """Mean time between two tokens with `concurrency` requests in the group at `context_tokens` each."""
+
+    concurrency: int = Field(ge=1, le=1_000_000)
+    context_tokens: Tokens
+    tpot_ms: Rate
+
+
+class PrefillFigures(_PointFigures):
+    """Time of one prompt alone in its group."""
+
+    prompt_tokens: Tokens
+    seconds: Rate
+
+
+class Note(ApiModel):
+    """A published figure that is shown with the reason why it does not reconcile, and never fitted."""
+
+    name: Name
+    published: float
+    unit: str
+    reason: str
+
+
+class MeasurementFile(ApiModel):
+    """The whole file."""
+
+    links: dict[str, LinkFigures]
+    engines: dict[str, EngineFigures]
+    decode: tuple[DecodeFigures, ...]
+    prefill: tuple[PrefillFigures, ...]
+    notes: tuple[Note, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Measurements:
+    """The file, read."""
+
+    links: Mapping[str, float]
+    """Bytes a second by instruction set."""
+    engines: Mapping[str, Engine]
+    samples: tuple[Sample, ...]
+    notes: tuple[Note, ...]
+
+    def engine(self, name: str, where: str) -> Engine:
+        """An engine by name. Raises InvalidSpec that lists the known ones; `where` is the field that named it."""
+        return _known(self.engines, name, where, "engine")
+
+    def chip(self, profile: HardwareProfile) -> Chip:
+        """The GPU of a profile. Raises InvalidSpec when it states no memory bandwidth: nothing follows without it."""
+        gpu, fabric, name = profile.spec.gpu, profile.spec.fabric, profile.metadata.name
+        if gpu.hbm_bytes_per_second is None:
+            field = f"HardwareProfile {name}: spec.gpu.hbmBytesPerSecond"
+            raise InvalidSpec((Problem(field, "nothing", "bytes a second", "state the peak memory bandwidth"),))
+        return Chip(
+            name=name,
+            isa=gpu.architecture,
+            hbm_bytes_per_second=gpu.hbm_bytes_per_second,
+            bf16_flops=gpu.bf16_flops_per_second,
+            link_bytes_per_second=self.links.get(gpu.architecture),
+            nic_bytes_per_second=fabric.nic_bytes_per_second,
+        )
+
+
+def read_measurements(
+    document: Mapping[str, Any], architecture: Architecture, profiles: Mapping[str, HardwareProfile], where: str
+) -> Measurements:
+    """Read a file of this form. Raises InvalidSpec that names each field which is wrong."""
+    figures = parse(MeasurementFile, document, where)
+    links = {name: link.bytes_per_second for name, link in figures.links.items()}
+    found = Measurements(links, {name: _engine(name, e) for name, e in figures.engines.items()}, (), figures.notes)
+    points: list[DecodeFigures | PrefillFigures] = [*figures.decode, *figures.prefill]
+    samples = (_sample(found, architecture, profiles, point, f"{where}:{point.name}") for point in points)
+    return replace(found, samples=tuple(samples))
+
+
+@cache
+def built_in_measurements() -> Measurements:
+    """The measurements that ship with the operator."""
+    text = (files("kimi_operator.profiles") / FILE).read_text(encoding="utf-8")
+    document = yaml.load(text, Loader=yaml.CSafeLoader)
+    return read_measurements(document, architecture(MODEL), built_in_profiles(), FILE)
+
+
+def worker_engine(profile: HardwareProfile) -> Engine:
+    """The bundled worker on this hardware: what it holds experts, rows and other weights in."""
+    runtime = profile.spec.runtime
+    experts = ExpertFormat.MXFP4 if runtime.device is Device.CUDA else ExpertFormat(runtime.dtype.value)
+    kv, own = ITEMSIZE[runtime.kv_cache_dtype], ITEMSIZE[runtime.dtype]
+    return Engine(WORKER, experts, kv, Resident.AS_LOADED, own)
+
+
+def calibration_for(setup: Setup, phase: type[DecodeLoad | PrefillLoad], own: CalibrationSpec | None) -> Calibration:
+    """What a profile states of this engine, else the nearest factor of the built-in measurements."""
+    if own is not None and own.engine == setup.engine.name:
+        is_decode = phase is DecodeLoad
+        factor = own.decode_factor if is_decode else own.prefill_factor
+        band = own.decode_band_percent if is_decode else own.prefill_band_percent
+        if factor is not None and band is not None:
+            return stated(factor, band, own.measured_on)
+    return calibrate(setup, phase, built_in_measurements().samples)
+
+
+def check_layout(architecture: Architecture, shape: GroupShape, where: str) -> None:
+    """Raises InvalidSpec when a layout does not split the model evenly."""
+    if not divides(architecture, shape):
+        expected = f"a layout that splits {architecture.num_experts} experts and {architecture.num_heads} heads evenly"
+        raise InvalidSpec((Problem(f"{where}.layout", str(shape), expected, "state the layout that was measured"),))
+
+
+def _sample(
+    found: Measurements,
+    a: Architecture,
+    profiles: Mapping[str, HardwareProfile],
+    point: DecodeFigures | PrefillFigures,
+    where: str,
+) -> Sample:
+    check_layout(a, point.layout.shape, where)
+    setup = Setup(
+        architecture=a,
+        chip=found.chip(_known(profiles, point.chip, f"{where}.chip", "profile")),
+        shape=point.layout.shape,
+        engine=found.engine(point.engine, f"{where}.engine"),
+        split=Split[point.layout.split.name],
+        graphs=point.graphs,
+    )
+    use = Use[point.use.name]
+    if isinstance(point, DecodeFigures):
+        load = DecodeLoad(point.concurrency, point.context_tokens)
+        return Sample(point.name, setup, load, point.tpot_ms / 1e3, use, point.source)
+    return Sample(point.name, setup, PrefillLoad(point.prompt_tokens), point.seconds, use, point.source)
+
+
+def _engine(name: str, e: EngineFigures) -> Engine:
+    return Engine(name, e.experts, e.kv_itemsize, Resident[e.resident.name])
+
+
+_T = TypeVar("_T")
+
+
+def _known(known: Mapping[str, _T], name: str, where: str, what: str) -> _T:
+    if name not in known:
+        raise InvalidSpec((Problem(where, repr(name), f"one of {sorted(known)}", f"name a {what} that is known"),))
+    return known[name]
+
+
+def computed_times() -> dict[str, Computed]:
+    """What the predictions say about each published time, by the path of its row in the published figures."""
+    measurements = built_in_measurements()
+    rows = {}
+    for residual in residuals(measurements.samples):
+        if isinstance(residual.sample.load, DecodeLoad):
+            p = residual.predicted
+            how = f"{residual.sample.use}; band {p.low:.1f} to {p.high:.1f} {p.unit}; {p.calibrated_on}"
+            rows[f"decode_tpot_ms.{residual.sample.name}"] = Computed(p.value, how)
+    notes = {
+        "mi325x_512_tok_s": (_decode_tokens_per_s("mi325x", 512), "512 running requests of decode alone"),
+        "mi300x_seqs_8_to_32_at_conc128_gain": (
+            _decode_tokens_per_s("mi300x", 128) / _decode_tokens_per_s("mi300x", 64),
+            "decode alone, 128 running requests over 64",
+        ),
+    }
+    for note in measurements.notes:
+        value, how = notes[note.name]
+        rows[f"throughput.{note.name}"] = Computed(value, how, note.reason)
+    return rows
+
+
+def _decode_tokens_per_s(profile: str, running: int) -> float:
+    """Of the published layout, two nodes of decode, with prompts of 2048 and answers of 128 tokens."""
+    found = built_in_measurements()
+    chip, engine = found.chip(built_in_profiles()[profile]), found.engine("vllm-int4", "engine")
+    setup = Setup(architecture(MODEL), chip, GroupShape(nodes=2, gpus_per_node=8, tensor_parallel=2), engine)
+    step = decode_step_ms(setup, DecodeLoad(running, 2048 + 64), calibration_for(setup, DecodeLoad, None))
+    return running / step.value * 1e3

@@ -1,0 +1,266 @@
+"""The fitted factor: what it goes through, what it must not see, where a setup without its own takes one from."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from dataclasses import replace
+
+import pytest
+from kimi_operator.api.base import parse
+from kimi_operator.api.calibration import CalibrationSpec
+from kimi_operator.errors import InvalidSpec
+from kimi_operator.planner.fit import Nearness, Sample, Use, calibrate, least_possible_s, predict_ms, refit, residuals
+from kimi_operator.planner.memory import GroupShape
+from kimi_operator.planner.predict import roofline_s
+from kimi_operator.planner.roofline import DecodeLoad, PrefillLoad, Setup
+from kimi_operator.profiles import architecture, built_in_profiles
+from kimi_operator.profiles.measurements import (
+    built_in_measurements,
+    calibration_for,
+    check_layout,
+    read_measurements,
+    worker_engine,
+)
+
+K3 = architecture("kimi-k3")
+BUILT_IN = built_in_measurements()
+PUBLISHED = BUILT_IN.samples
+SETUP = Setup(K3, BUILT_IN.chip(built_in_profiles()["mi300x"]), GroupShape(2, 8, 2), BUILT_IN.engines["vllm-int4"])
+
+
+def sample(setup: Setup, concurrency: int, factor: float, use: Use = Use.FITTED) -> Sample:
+    load = DecodeLoad(concurrency, 2000)
+    name = f"{setup.chip.name} {setup.engine.name} {concurrency}"
+    return Sample(name, setup, load, factor * roofline_s(setup, load), use, "made for a test")
+
+
+def on(chip: str, isa: str = "gfx942", engine: str = "vllm-int4") -> Setup:
+    return replace(SETUP, chip=replace(SETUP.chip, name=chip, isa=isa), engine=replace(SETUP.engine, name=engine))
+
+
+def test_the_factor_of_one_point_goes_through_it() -> None:
+    measured = [sample(SETUP, 8, 1.7)]
+    calibration = calibrate(SETUP, DecodeLoad, measured)
+    assert calibration.factor() == pytest.approx(1.7)
+    predicted = predict_ms(SETUP, measured[0].load, calibration)
+    assert predicted.value == pytest.approx(measured[0].measured_s * 1e3)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_factor_has_the_least_squares_of_all_relative_errors(seed: int) -> None:
+    rng = random.Random(seed)
+    measured = [sample(SETUP, rng.randint(1, 500), rng.uniform(1, 3)) for _ in range(5)]
+    ratios = [s.measured_s / roofline_s(s.setup, s.load) for s in measured]
+
+    def squares(factor: float) -> float:
+        return sum(math.log(factor / ratio) ** 2 for ratio in ratios)
+
+    grid = [1 + i / 10_000 for i in range(20_000)]
+    assert calibrate(SETUP, DecodeLoad, measured).factor() == pytest.approx(min(grid, key=squares), abs=1e-4)
+
+
+def test_held_out_points_move_the_band_and_never_the_factor() -> None:
+    fitted = sample(SETUP, 8, 1.7)
+    close, far = (sample(SETUP, 64, factor, Use.HELD_OUT) for factor in (1.75, 2.4))
+    narrow, wide = (calibrate(SETUP, DecodeLoad, [fitted, held]) for held in (close, far))
+    assert narrow.factor() == wide.factor() == calibrate(SETUP, DecodeLoad, [fitted]).factor()
+    assert narrow.error == pytest.approx(math.log(1.75 / 1.7))
+    assert wide.error == pytest.approx(math.log(2.4 / 1.7))
+
+
+def test_nothing_is_fitted_to_the_other_phase() -> None:
+    prompt = PrefillLoad(1000)
+    prefill = Sample("prompt", SETUP, prompt, 9 * roofline_s(SETUP, prompt), Use.FITTED, "")
+    both = [sample(SETUP, 8, 1.7), prefill]
+    assert calibrate(SETUP, DecodeLoad, both).factor() == pytest.approx(1.7)
+    assert calibrate(SETUP, PrefillLoad, both).factor() == pytest.approx(9)
+
+
+def test_a_setup_takes_the_nearest_factor_there_is() -> None:
+    own, isa, chip, other = (
+        sample(on("a"), 8, 1.1),
+        sample(on("b"), 8, 1.3),
+        sample(on("a", engine="sglang"), 8, 1.5),
+        sample(on("c", isa="gfx950", engine="sglang"), 8, 1.9),
+    )
+    everything = [other, chip, isa, own]
+    factors = []
+    while everything:
+        factors.append(round(calibrate(on("a"), DecodeLoad, everything).factor(), 6))
+        everything.pop()
+    assert factors == [1.1, 1.3, 1.5, 1.9]
+    with pytest.raises(ValueError, match="no fitted point"):
+        calibrate(on("a"), DecodeLoad, [])
+
+
+def test_a_borrowed_factor_is_as_uncertain_as_chips_differ() -> None:
+    fitted = [sample(on("a"), 8, 1.2), sample(on("b", isa="gfx950"), 8, 1.8)]
+    assert calibrate(on("a"), DecodeLoad, fitted).error == 0.0
+    borrowed = calibrate(on("a", engine="new"), DecodeLoad, fitted)
+    assert borrowed.factor() == pytest.approx(1.2), "of the same chip"
+    assert borrowed.error == pytest.approx(math.log(1.5)), "what the other chip's factor would have been off"
+    assert "borrowed" in borrowed.text
+
+
+def test_an_error_counts_for_its_own_step_and_for_all_that_are_farther() -> None:
+    fitted = [sample(on("a"), 8, 1.2), sample(on("z", isa="gfx950"), 8, 1.2)]
+    own = sample(on("a"), 64, 1.3, Use.HELD_OUT)
+    same_isa = sample(on("b"), 64, 1.5, Use.HELD_OUT)
+    foreign = sample(on("a", engine="new"), 64, 2.0, Use.HELD_OUT)
+    everything = [*fitted, own, same_isa, foreign]
+    errors = [calibrate(setup, DecodeLoad, everything).error for setup in (on("a"), on("b"), on("a", engine="new"))]
+    assert errors == pytest.approx([math.log(x / 1.2) for x in (1.3, 1.5, 2.0)])
+    nearness = {r.sample.name: r.nearness for r in residuals(everything)}
+    assert nearness[own.name] is Nearness.OWN
+    assert nearness[same_isa.name] is Nearness.SAME_ISA
+    assert nearness[foreign.name] is Nearness.BORROWED
+
+
+def test_a_held_out_point_has_no_part_in_the_band_it_is_judged_by() -> None:
+    everything = [sample(SETUP, 8, 1.7), sample(SETUP, 64, 3.0, Use.HELD_OUT)]
+    judged = residuals(everything)[1]
+    assert judged.error == pytest.approx(1.7 / 3.0 - 1)
+    assert not judged.is_in_band
+
+
+def test_the_published_factors_of_the_chips() -> None:
+    """As data sheets and the rooflines give them; a change of either shows here."""
+    by_chip = {}
+    for name, engine in (("mi325x", "vllm-int4"), ("mi300x", "vllm-int4"), ("mi355x", "sglang-mxfp4")):
+        setup = replace(SETUP, chip=BUILT_IN.chip(built_in_profiles()[name]), engine=BUILT_IN.engines[engine])
+        by_chip[name] = round(calibrate(setup, DecodeLoad, PUBLISHED).factor(), 2)
+    assert by_chip == {"mi325x": 1.72, "mi300x": 1.72, "mi355x": 1.32}
+
+
+# Refit
+
+
+def test_a_refit_takes_the_measured_factor_and_shows_both_errors() -> None:
+    measured = [sample(SETUP, c, 2.5, Use.HELD_OUT) for c in (1, 8, 64)]
+    change = refit(measured, PUBLISHED)
+    assert change.before.factor() == pytest.approx(1.718, abs=0.001)
+    assert change.after.factor() == pytest.approx(2.5)
+    assert change.errors_before == pytest.approx([1.718149 / 2.5 - 1] * 3, abs=1e-4)
+    assert change.errors_after == pytest.approx([0, 0, 0], abs=1e-12)
+    assert change.errors_left_out == pytest.approx([0, 0, 0], abs=1e-12)
+
+
+def test_leave_one_out_predicts_each_point_from_the_others_alone() -> None:
+    factors = [2.0, 2.4, 3.0]
+    measured = [sample(SETUP, c, f) for c, f in zip((1, 8, 64), factors, strict=True)]
+    change = refit(measured, PUBLISHED)
+    expected = []
+    for index, factor in enumerate(factors):
+        one, other = factors[:index] + factors[index + 1 :]
+        expected.append(math.sqrt(one * other) / factor - 1)
+    assert change.errors_left_out == pytest.approx(expected)
+    assert change.after.error == pytest.approx(max(abs(math.log1p(error)) for error in expected))
+
+
+def test_few_points_are_trusted_no_further_than_the_published_ones() -> None:
+    published_error = calibrate(
+        replace(SETUP, chip=BUILT_IN.chip(built_in_profiles()["mi325x"])), DecodeLoad, PUBLISHED
+    )
+    for count in (1, 2):
+        change = refit([sample(SETUP, c, 2.5) for c in (1, 8)[:count]], PUBLISHED)
+        assert change.after.error == pytest.approx(published_error.error)
+    assert refit([sample(SETUP, 1, 2.5)], PUBLISHED).errors_left_out == ()
+
+
+def test_a_time_that_no_memory_could_reach_is_refused() -> None:
+    honest = sample(SETUP, 8, 1.0)
+    impossible = replace(honest, measured_s=least_possible_s(honest) * 0.99)
+    with pytest.raises(ValueError, match=r"is less than .* which bytes and FLOPs take at the peak of mi300x"):
+        refit([impossible], PUBLISHED)
+    assert least_possible_s(honest) < honest.measured_s
+
+
+# The file
+
+
+def document() -> dict[str, object]:
+    point = {
+        "name": "one",
+        "chip": "mi300x",
+        "engine": "e",
+        "layout": {"nodes": 2, "gpusPerNode": 8, "tensorParallel": 2},
+        "concurrency": 1,
+        "contextTokens": 10,
+        "tpotMs": 80.0,
+        "use": "fitted",
+        "source": "s",
+    }
+    return {
+        "links": {},
+        "engines": {"e": {"experts": "int4", "kvItemsize": 1, "resident": "asStored", "source": "s"}},
+        "decode": [point],
+        "prefill": [],
+    }
+
+
+def test_a_good_file_is_read() -> None:
+    found = read_measurements(document(), K3, built_in_profiles(), "file")
+    assert [s.name for s in found.samples] == ["one"]
+    assert found.samples[0].setup.chip.link_bytes_per_second is None
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("chip", "mi999x", "file:one.chip: got 'mi999x', expected one of"),
+        ("engine", "f", r"file:one.engine: got 'f', expected one of \['e'\]"),
+        ("tpotMs", -1.0, "file.decode.0.tpotMs: got -1.0, expected greater than 0"),
+        ("tpotMs", "fast", "file.decode.0.tpotMs: got 'fast'"),
+        ("concurrency", 0, "file.decode.0.concurrency: got 0"),
+        ("use", "maybe", "file.decode.0.use: got 'maybe', expected 'fitted' or 'heldOut'"),
+        ("colour", "red", "file.decode.0.colour: got 'red', expected no such field"),
+        ("layout", {"nodes": 1, "gpusPerNode": 5, "tensorParallel": 5}, "file:one.layout: got 1 x 5 GPUs"),
+    ],
+)
+def test_each_wrong_field_is_named(key: str, value: object, message: str) -> None:
+    wrong = document()
+    decode = wrong["decode"]
+    assert isinstance(decode, list)
+    decode[0][key] = value
+    with pytest.raises(InvalidSpec, match=message):
+        read_measurements(wrong, K3, built_in_profiles(), "file")
+
+
+def test_a_profile_without_bandwidth_is_refused() -> None:
+    profile = built_in_profiles()["mi300x"]
+    gpu = profile.spec.gpu.model_copy(update={"hbm_bytes_per_second": None})
+    bare = profile.model_copy(update={"spec": profile.spec.model_copy(update={"gpu": gpu})})
+    with pytest.raises(InvalidSpec, match=r"spec\.gpu\.hbmBytesPerSecond: got nothing"):
+        BUILT_IN.chip(bare)
+
+
+def test_a_layout_that_splits_unevenly_is_refused() -> None:
+    with pytest.raises(InvalidSpec, match=r"here\.layout: got 3 x 8 GPUs"):
+        check_layout(K3, GroupShape(3, 8, 2), "here")
+
+
+@pytest.mark.parametrize("phase", [DecodeLoad, PrefillLoad])
+def test_a_profiles_calibration_is_for_its_engine_and_phase_alone(phase: type[DecodeLoad | PrefillLoad]) -> None:
+    worker = replace(SETUP, engine=worker_engine(built_in_profiles()["mi300x"]))
+    both = {"decodeFactor": 2.0, "decodeBandPercent": 9, "prefillFactor": 3.0, "prefillBandPercent": 8}
+    own = parse(CalibrationSpec, {"measuredOn": "here", **both})
+    factor = {DecodeLoad: 2.0, PrefillLoad: 3.0}[phase]
+    assert calibration_for(worker, phase, own).factor() == factor
+    nearest = calibrate(worker, phase, PUBLISHED).factor()
+    decode_only, no_band = (
+        parse(CalibrationSpec, {"measuredOn": "here", **part})
+        for part in (dict(itertools.islice(both.items(), 2)), {"decodeFactor": 2.0, "prefillFactor": 3.0})
+    )
+    assert calibration_for(worker, phase, no_band).factor() == nearest
+    assert calibration_for(worker, phase, decode_only).factor() == (2.0 if phase is DecodeLoad else nearest)
+    assert calibration_for(SETUP, phase, own).factor() == calibrate(SETUP, phase, PUBLISHED).factor()
+
+
+def test_every_built_in_chip_with_bandwidth_can_be_predicted() -> None:
+    for name, profile in built_in_profiles().items():
+        setup = replace(SETUP, chip=BUILT_IN.chip(profile), engine=worker_engine(profile))
+        band = predict_ms(setup, DecodeLoad(8, 2000), calibration_for(setup, DecodeLoad, None))
+        assert 0 < band.low < band.value < band.high, name
+        assert "borrowed" in band.calibrated_on, "the bundled worker was measured nowhere"
