@@ -2,7 +2,6 @@
 
 import base64
 import contextlib
-import importlib.util
 import json
 import os
 import shutil
@@ -15,9 +14,9 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import checkpoint_factory
 import msgspec
 import zmq
 from kimi_worker.protocol.engine import (
@@ -38,29 +37,17 @@ from ports import free_ports
 START_S = 300.0
 """For a pod to become ready on a machine that is busy with other things; alone it takes a few seconds."""
 END_S = 120.0
-ROOT = Path(__file__).resolve().parents[2]
 FIRST_SPECIAL = 256
 VOCABULARY = 288
 
 
-def load_module(path: Path) -> ModuleType:
-    """A module of another test folder, by path."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def write_random_checkpoint(folder: Path) -> None:
     """A random small Kimi-K3 with a tokenizer of single bytes."""
-    factory = load_module(ROOT / "tests/worker/model/checkpoint_factory.py")
-    config = factory.config_json()
+    config = checkpoint_factory.config_json()
     config["text_config"]["vocab_size"] = VOCABULARY
     config |= {"eos_token_id": FIRST_SPECIAL + 2, "bos_token_id": FIRST_SPECIAL, "pad_token_id": FIRST_SPECIAL + 7}
     config["media_placeholder_token_id"] = FIRST_SPECIAL + 6
-    factory.write_checkpoint(folder, config=config)
+    checkpoint_factory.write_checkpoint(folder, config=config)
     ranks = [f"{base64.b64encode(bytes([byte])).decode()} {byte}\n" for byte in range(256)]
     (folder / "tiktoken.model").write_text("".join(ranks))
     names = ["[BOS]", "[EOS]", "<|end_of_msg|>", "<|open|>", "<|close|>", "<|sep|>"]
