@@ -124,21 +124,18 @@ def residuals(samples: Sequence[Sample]) -> tuple[Residual, ...]:
     return tuple(_residual(sample, samples) for sample in samples)
 
 
-def refit(measured: Sequence[Sample], published: Sequence[Sample]) -> Change:
-    """Fit the factor anew on measured samples of one setup and phase, and compare with the factor before.
+def refit(measured: Sequence[Sample], before: Calibration, published: Sequence[Sample]) -> Change:
+    """Fit the factor anew on measured samples of one setup and phase, and compare with the calibration before.
 
     Raises ValueError when a time is shorter than reading the bytes at peak bandwidth takes: no factor explains it.
     """
     for sample in measured:
         _check_possible(sample)
-    first = measured[0]
-    before = calibrate(first.setup, type(first.load), published)
+    phase = type(measured[0].load)
     anchors = tuple(sample.anchor for sample in measured)
     left_out = tuple(_error(s, _factor([o for o in measured if o is not s])) for s in measured if len(measured) > 1)
     worst = max((abs(math.log1p(error)) for error in left_out), default=0.0)
-    published_error, _ = _held_out_error(
-        Nearness.OWN, tuple(s for s in published if isinstance(s.load, type(first.load)))
-    )
+    published_error, _ = _held_out_error(Nearness.OWN, tuple(s for s in published if isinstance(s.load, phase)))
     error = worst if len(measured) >= ENOUGH_POINTS else max(worst, published_error)
     factor = _factor(measured)
     after = Calibration(anchors, error, f"factor {factor:.3f} fitted on {len(measured)} measured points")

@@ -1,4 +1,4 @@
-"""Measured times as data: the built-in ones beside this file, as the planner's samples and as computed rows."""
+"""Measured times as data: the built-in ones beside this file, as the planner's samples."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ from kimi_operator.api.calibration import CalibrationSpec
 from kimi_operator.api.profile import Device, HardwareProfile
 from kimi_operator.errors import InvalidSpec, Problem
 from kimi_operator.planner.architecture import Architecture
-from kimi_operator.planner.figures import Computed
-from kimi_operator.planner.fit import Sample, Use, calibrate, residuals, stated
+from kimi_operator.planner.fit import Sample, Use, calibrate, stated
 from kimi_operator.planner.layout import divides
 from kimi_operator.planner.memory import ITEMSIZE, ExpertFormat, GroupShape
-from kimi_operator.planner.predict import Calibration, decode_step_ms
+from kimi_operator.planner.predict import Calibration
 from kimi_operator.planner.roofline import Chip, DecodeLoad, Engine, Graphs, PrefillLoad, Resident, Setup, Split
 from kimi_operator.profiles import architecture, built_in_profiles
 
@@ -240,34 +239,3 @@ def _known(known: Mapping[str, _T], name: str, where: str, what: str) -> _T:
     if name not in known:
         raise InvalidSpec((Problem(where, repr(name), f"one of {sorted(known)}", f"name a {what} that is known"),))
     return known[name]
-
-
-def computed_times() -> dict[str, Computed]:
-    """What the predictions say about each published time, by the path of its row in the published figures."""
-    measurements = built_in_measurements()
-    rows = {}
-    for residual in residuals(measurements.samples):
-        if isinstance(residual.sample.load, DecodeLoad):
-            p = residual.predicted
-            how = f"{residual.sample.use}; band {p.low:.1f} to {p.high:.1f} {p.unit}; {p.calibrated_on}"
-            rows[f"decode_tpot_ms.{residual.sample.name}"] = Computed(p.value, how)
-    notes = {
-        "mi325x_512_tok_s": (_decode_tokens_per_s("mi325x", 512), "512 running requests of decode alone"),
-        "mi300x_seqs_8_to_32_at_conc128_gain": (
-            _decode_tokens_per_s("mi300x", 128) / _decode_tokens_per_s("mi300x", 64),
-            "decode alone, 128 running requests over 64",
-        ),
-    }
-    for note in measurements.notes:
-        value, how = notes[note.name]
-        rows[f"throughput.{note.name}"] = Computed(value, how, note.reason)
-    return rows
-
-
-def _decode_tokens_per_s(profile: str, running: int) -> float:
-    """Of the published layout, two nodes of decode, with prompts of 2048 and answers of 128 tokens."""
-    found = built_in_measurements()
-    chip, engine = found.chip(built_in_profiles()[profile]), found.engine("vllm-int4", "engine")
-    setup = Setup(architecture(MODEL), chip, GroupShape(nodes=2, gpus_per_node=8, tensor_parallel=2), engine)
-    step = decode_step_ms(setup, DecodeLoad(running, 2048 + 64), calibration_for(setup, DecodeLoad, None))
-    return running / step.value * 1e3

@@ -29,6 +29,8 @@ BUILT_IN = built_in_measurements()
 PUBLISHED = BUILT_IN.samples
 SETUP = Setup(K3, BUILT_IN.chip(built_in_profiles()["mi300x"]), GroupShape(2, 8, 2), BUILT_IN.engines["vllm-int4"])
 
+BEFORE = calibrate(SETUP, DecodeLoad, PUBLISHED)
+
 
 def sample(setup: Setup, concurrency: int, factor: float, use: Use = Use.FITTED) -> Sample:
     load = DecodeLoad(concurrency, 2000)
@@ -139,7 +141,7 @@ def test_the_published_factors_of_the_chips() -> None:
 
 def test_a_refit_takes_the_measured_factor_and_shows_both_errors() -> None:
     measured = [sample(SETUP, c, 2.5, Use.HELD_OUT) for c in (1, 8, 64)]
-    change = refit(measured, PUBLISHED)
+    change = refit(measured, BEFORE, PUBLISHED)
     assert change.before.factor() == pytest.approx(1.718, abs=0.001)
     assert change.after.factor() == pytest.approx(2.5)
     assert change.errors_before == pytest.approx([1.718149 / 2.5 - 1] * 3, abs=1e-4)
@@ -150,7 +152,7 @@ def test_a_refit_takes_the_measured_factor_and_shows_both_errors() -> None:
 def test_leave_one_out_predicts_each_point_from_the_others_alone() -> None:
     factors = [2.0, 2.4, 3.0]
     measured = [sample(SETUP, c, f) for c, f in zip((1, 8, 64), factors, strict=True)]
-    change = refit(measured, PUBLISHED)
+    change = refit(measured, BEFORE, PUBLISHED)
     expected = []
     for index, factor in enumerate(factors):
         one, other = factors[:index] + factors[index + 1 :]
@@ -164,16 +166,16 @@ def test_few_points_are_trusted_no_further_than_the_published_ones() -> None:
         replace(SETUP, chip=BUILT_IN.chip(built_in_profiles()["mi325x"])), DecodeLoad, PUBLISHED
     )
     for count in (1, 2):
-        change = refit([sample(SETUP, c, 2.5) for c in (1, 8)[:count]], PUBLISHED)
+        change = refit([sample(SETUP, c, 2.5) for c in (1, 8)[:count]], BEFORE, PUBLISHED)
         assert change.after.error == pytest.approx(published_error.error)
-    assert refit([sample(SETUP, 1, 2.5)], PUBLISHED).errors_left_out == ()
+    assert refit([sample(SETUP, 1, 2.5)], BEFORE, PUBLISHED).errors_left_out == ()
 
 
 def test_a_time_that_no_memory_could_reach_is_refused() -> None:
     honest = sample(SETUP, 8, 1.0)
     impossible = replace(honest, measured_s=least_possible_s(honest) * 0.99)
     with pytest.raises(ValueError, match=r"is less than .* which bytes and FLOPs take at the peak of mi300x"):
-        refit([impossible], PUBLISHED)
+        refit([impossible], BEFORE, PUBLISHED)
     assert least_possible_s(honest) < honest.measured_s
 
 
