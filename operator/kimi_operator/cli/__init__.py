@@ -12,6 +12,7 @@ COMMANDS = {
     "plan": "kimi_operator.cli.plan:plan",
     "render": "kimi_operator.cli.render:render",
     "needle": "kimi_operator.cli.needle:needle",
+    "profile": "kimi_operator.cli.profile:app",
 }
 
 

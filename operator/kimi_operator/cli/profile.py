@@ -1,0 +1,234 @@
+"""`kimictl profile`: hardware profiles with the source of each figure, and drafts of new ones from nodes."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from cyclopts import App, Parameter
+
+from kimi_operator.api.base import dump, parse
+from kimi_operator.api.profile import HardwareProfile
+from kimi_operator.errors import ClusterUnavailable, InvalidSpec, Problem
+from kimi_operator.planner.units import bytes_text
+from kimi_operator.profiles import built_in_profiles
+from kimi_operator.profiles.detect import Refused, match_labels
+from kimi_operator.profiles.draft import BYTE_FIELDS, draft, read_node
+from kimi_operator.profiles.support import support_warning, worker_support
+
+Output = Literal["text", "json", "yaml"]
+Files = Annotated[list[Path] | None, Parameter(name=["--file", "-f"], allow_leading_hyphen=True, negative=())]
+Format = Annotated[Output, Parameter(name=["--output", "-o"])]
+
+CALIBRATE = "kimi_operator.cli.calibrate"
+KUBECTL_TIMEOUT_S = 30.0
+STANDARD_INPUT = "-"
+
+app = App(name="profile", help="Show hardware profiles, and draft new ones from nodes.")
+if importlib.util.find_spec(CALIBRATE) is not None:
+    app.command(f"{CALIBRATE}:calibrate", name="calibrate")
+
+
+@app.command(name="list")
+def list_profiles(*, file: Files = None, output: Format = "text") -> None:
+    """List the profiles that ship with the operator.
+
+    Parameters
+    ----------
+    file
+        YAML with your own HardwareProfiles; `-` is standard input. Can be repeated.
+    output
+        text, json or yaml.
+    """
+    rows = [_summary(profile) for profile in _profiles(file).values()]
+    _print(output, rows, _table(rows))
+
+
+@app.command
+def show(name: str, *, file: Files = None, output: Format = "text") -> None:
+    """Show one profile: every figure, how well it is known and where it comes from.
+
+    Parameters
+    ----------
+    name
+        Name of a profile.
+    file
+        YAML with your own HardwareProfiles; `-` is standard input. Can be repeated.
+    output
+        text, json or yaml: the HardwareProfile itself.
+    """
+    profiles = _profiles(file)
+    if name not in profiles:
+        raise _refuse("profile", repr(name), f"one of {sorted(profiles)}", "name one of them, or give its file with -f")
+    _print(output, dump(profiles[name]), _text(profiles[name]))
+
+
+@app.command
+def from_node(
+    node: Annotated[str, Parameter(allow_leading_hyphen=True)], *, name: str | None = None, file: Files = None
+) -> None:
+    """Draft a HardwareProfile from a node's labels and capacity. What nobody measured is left open and says so.
+
+    Parameters
+    ----------
+    node
+        Name of a node, which kubectl is asked for, or a file with a Node as JSON or YAML; `-` is standard input.
+    name
+        Name of the draft; made from the chip when absent.
+    file
+        YAML with your own HardwareProfiles, which may know the chip; can be repeated.
+    """
+    facts, profiles = read_node(_node(node)), _profiles(file)
+    text = draft(facts, profiles, name)
+    found = match_labels(facts.labels, profiles)
+    notes = [str(found)] if isinstance(found, Refused) else [f"profile {found.profile} matches", *found.notes]
+    sys.stderr.write("".join(f"kimictl: {note}\n" for note in notes))
+    sys.stdout.write(text)
+
+
+def _profiles(files: list[Path] | None) -> Mapping[str, HardwareProfile]:
+    """Built-in profiles, and those in the files, by name."""
+    known = dict(built_in_profiles())
+    for file in files or []:
+        for document in _documents(str(file)):
+            if document.get("kind") == "HardwareProfile":
+                profile = parse(HardwareProfile, document, str(file))
+                known[profile.metadata.name] = profile
+    return dict(sorted(known.items()))
+
+
+def _node(wanted: str) -> Mapping[str, Any]:
+    """A Node from a file, or from the cluster that kubectl is set up for."""
+    path = Path(wanted)
+    is_file = wanted == STANDARD_INPUT or path.suffix in {".json", ".yaml", ".yml"} or path.is_file()
+    documents = list(_documents(wanted) if is_file else [_ask_kubectl(wanted)])
+    if len(documents) == 1 and isinstance(listed := documents[0].get("items"), list):
+        documents = listed
+    if len(documents) != 1 or not isinstance(documents[0], Mapping):
+        raise _refuse(
+            wanted, f"{len(documents)} documents", "one Node", "save the output of `kubectl get node NODE -o json`"
+        )
+    node: Mapping[str, Any] = documents[0]
+    return node
+
+
+def _ask_kubectl(name: str) -> Mapping[str, Any]:
+    program = shutil.which("kubectl")
+    if program is None:
+        raise _refuse(
+            name, "no kubectl on PATH", "kubectl, or a file of that name",
+            "install kubectl, or pass the output of `kubectl get node NODE -o json` as a file",
+        )  # fmt: skip
+    command = [program, "get", "node", "-o", "json", "--", name]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=KUBECTL_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        raise ClusterUnavailable(
+            f"node {name}: kubectl gave no answer within {KUBECTL_TIMEOUT_S:.0f} s; check that the API server answers"
+        ) from None
+    if done.returncode != 0:
+        # Its last line is the answer, those before are how often it tried.
+        reason = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+        raise _refuse(f"node {name}", f"from kubectl: {reason}", "a node of the cluster", "see `kubectl get nodes`")
+    try:
+        document: Mapping[str, Any] = json.loads(done.stdout)
+    except ValueError as error:
+        raise _refuse(f"node {name}", f"no JSON from kubectl: {error}", "a Node", "see `kubectl get nodes`") from error
+    return document
+
+
+def _documents(file: str) -> Iterator[Mapping[str, Any]]:
+    """The objects in a file of YAML, and so of JSON."""
+    try:
+        text = sys.stdin.read() if file == STANDARD_INPUT else Path(file).read_text(encoding="utf-8")
+        loaded = list(yaml.load_all(text, Loader=yaml.CSafeLoader))
+    except (OSError, UnicodeDecodeError) as error:
+        raise _refuse(file, str(error), "a readable file", "mend the file or its name") from error
+    except yaml.YAMLError as error:
+        raise _refuse(file, f"no YAML or JSON: {error}", "YAML or JSON", "mend the file") from error
+    for document in loaded:
+        if document is None:
+            continue
+        if not isinstance(document, Mapping):
+            raise _refuse(file, type(document).__name__, "an object with kind and metadata", "mend the file")
+        yield document
+
+
+def _summary(profile: HardwareProfile) -> dict[str, Any]:
+    spec = profile.spec
+    return {
+        "name": profile.metadata.name,
+        "deviceIds": list(spec.match.device_ids),
+        "architecture": spec.gpu.architecture,
+        "partition": str(spec.gpu.partition),
+        "memory": spec.gpu.memory,
+        "computeUnits": spec.gpu.compute_units,
+        "hbmBytesPerSecond": spec.gpu.hbm_bytes_per_second,
+        "perNode": spec.gpu.per_node,
+        "worker": worker_support(spec).support.value,
+        "unmeasured": sorted(spec.unmeasured()),
+    }
+
+
+def _table(rows: list[dict[str, Any]]) -> Iterator[str]:
+    head = ("NAME", "GPU", "PARTITION", "GPUS", "MEMORY", "CUS", "HBM TB/S", "WORKER", "UNMEASURED", "DEVICE IDS")
+    cells = [head, *(_cells(row) for row in rows)]
+    widths = [max(len(line[column]) for line in cells) for column in range(len(head))]
+    yield from (
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells
+    )
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    rate = row["hbmBytesPerSecond"]
+    return (
+        row["name"], row["architecture"], row["partition"], str(row["perNode"]), bytes_text(row["memory"]),
+        str(row["computeUnits"] or "unknown"), f"{rate / 1e12:.1f}" if rate else "unknown", row["worker"],
+        f"{len(row['unmeasured'])} figures", ",".join(row["deviceIds"]),
+    )  # fmt: skip
+
+
+def _text(profile: HardwareProfile) -> Iterator[str]:
+    spec, worker = profile.spec, worker_support(profile.spec)
+    yield f"{profile.metadata.name}: {spec.gpu.architecture}, {spec.gpu.per_node} GPUs a node as {spec.gpu.resource}"
+    yield f"device ids {', '.join(spec.match.device_ids) or 'none'}, of which virtual functions: " + (
+        ", ".join(spec.match.virtual_device_ids) or "none"
+    )
+    yield f"bundled worker: {worker.support.value}"
+    yield from (f"  works  {note}" for note in worker.works)
+    yield from (f"  lacks  {note}" for note in worker.lacks)
+    if warning := support_warning(profile):
+        yield f"warning: {warning}"
+    yield ""
+    unmeasured = spec.unmeasured()
+    yield f"{len(unmeasured)} of {len(spec.figures())} figures, marked with *, were not measured on this hardware"
+    for path, value in spec.figures().items():
+        basis = spec.basis_of(path)
+        mark = "*" if path in unmeasured else " "
+        yield f"{mark} {path:<30} {_value(path, value):>21}  {basis or 'unknown':<9}  {spec.source(path)}"
+
+
+def _value(path: str, value: int | str) -> str:
+    if isinstance(value, int) and path.rpartition(".")[2] in BYTE_FIELDS:
+        return bytes_text(value)
+    return f"{value:,}" if isinstance(value, int) else value
+
+
+def _print(output: Output, document: Any, text: Iterable[str]) -> None:
+    if output == "json":
+        sys.stdout.write(json.dumps(document, indent=2) + "\n")
+    elif output == "yaml":
+        sys.stdout.write(yaml.safe_dump(document, sort_keys=False, width=120, allow_unicode=True))
+    else:
+        sys.stdout.write("".join(f"{line}\n" for line in text))
+
+
+def _refuse(field: str, got: str, expected: str, remedy: str) -> InvalidSpec:
+    return InvalidSpec((Problem(field, got, expected, remedy),))

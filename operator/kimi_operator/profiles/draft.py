@@ -1,0 +1,239 @@
+"""Pure: a HardwareProfile drafted from a node. What the node or a profile of its chip says is filled in; what nobody
+measured stays out, as a comment that says what to measure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from kimi_operator.api.base import dump
+from kimi_operator.api.profile import Basis, HardwareProfile, HardwareProfileSpec, PartitionSpec
+from kimi_operator.errors import InvalidSpec, Problem
+from kimi_operator.profiles.detect import GpuLabels, Share, candidates_of, read_labels, share_of
+
+RESOURCE = "amd.com/gpu"
+KEPT_OF_A_PART = frozenset({"runtime", "fabric", "pod", "limits", "timeouts", "worker"})
+"""Sections that say the same of a part of a card."""
+SECTIONS = ("match", "gpu", "runtime", "fabric", "reserve", "pod", "limits", "timeouts", "worker")
+CARRIED = frozenset({Basis.MEASURED, Basis.DERIVED, Basis.PUBLISHED, Basis.DATA_SHEET})
+MEASURE = {
+    "gpu.architecture": "what `rocminfo` calls the GPU: gfx942 or another",
+    "gpu.memory": "bytes that programs see: torch.cuda.mem_get_info()[1]",
+    "gpu.hbmBytesPerSecond": "peak of the data sheet, in bytes a second",
+    "gpu.card": "memory, computeUnits and computeDies of the whole card",
+    "reserve.contexts": "memory in use once all ranks have started and before weights are loaded, less the heap",
+    "reserve.activations": "the most that a step of prefillBatchedTokens takes on top of weights and pools",
+}
+NAME = re.compile(r"[a-z0-9]([-.a-z0-9]{0,251}[a-z0-9])?")
+DEVICE_ID = re.compile(r"[0-9a-f]{4}")
+BYTE_FIELDS = frozenset({"vram", "memory", "sharedMemory", "symmetricHeap", "contexts", "activations", "graphs"})
+BYTE_FIELDS |= {"staging", "margin"}
+
+
+@dataclass(frozen=True, slots=True)
+class NodeFacts:
+    """What a node says of its GPUs, in labels and in its capacity."""
+
+    labels: GpuLabels
+    resource: str
+    gpus: int
+
+
+def read_node(document: Mapping[str, Any]) -> NodeFacts:
+    """Read a Node of the Kubernetes API. Raises InvalidSpec that names label or field."""
+    metadata, status = document.get("metadata"), document.get("status", {})
+    if document.get("kind") != "Node" or not isinstance(metadata, Mapping) or not isinstance(status, Mapping):
+        raise InvalidSpec(
+            (Problem("kind", repr(document.get("kind")), "a Node", "save `kubectl get node NODE -o json`"),)
+        )
+    name = str(metadata.get("name", ""))
+    _check_name("metadata.name", name)
+    labels = read_labels(name, _texts("metadata.labels", metadata.get("labels")))
+    capacity = _texts("status.capacity", status.get("capacity"))
+    # With resource_naming_strategy mixed the device plugin names the resource after the partition.
+    named = [RESOURCE, f"amd.com/{labels.partition or PartitionSpec()}"]
+    for resource in named:
+        if (amount := capacity.get(resource, "0")).isdecimal() and int(amount) > 0:
+            return NodeFacts(labels, resource, int(amount))
+    problem = Problem(
+        f"status.capacity of node {name}", ", ".join(sorted(map(str, capacity))) or "nothing",
+        f"a number of {' or '.join(named)}", "check that AMD's device plugin runs on the node",
+    )  # fmt: skip
+    raise InvalidSpec((problem,))
+
+
+def _check_name(field: str, name: str) -> None:
+    if not NAME.fullmatch(name):
+        expected = "a name of lower-case letters, digits, dots and hyphens"
+        raise InvalidSpec((Problem(field, repr(name), expected, "correct it"),))
+
+
+def _texts(field: str, value: object) -> dict[str, str]:
+    """A table of texts, as labels and capacities are; numbers that lost their quotes are texts again."""
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise InvalidSpec((Problem(field, repr(value), "a table of names and texts", "save the node anew"),))
+    return {str(key): str(text) for key, text in value.items()}
+
+
+def draft(facts: NodeFacts, profiles: Mapping[str, HardwareProfile], name: str | None = None) -> str:
+    """YAML of a HardwareProfile for the node's GPUs, with a comment for each figure that is not known."""
+    if name is not None:
+        _check_name("--name", name)
+    labels = facts.labels
+    candidates = candidates_of(labels, profiles)
+    share = share_of(labels, candidates)
+    partition = labels.partition or PartitionSpec()
+    if share is None:
+        spec, name = _of_unknown(facts), name or f"device-{labels.device_id}"
+        head = f"# Device id {labels.device_id} is in no profile that describes its card."
+    elif share.is_whole and partition.is_whole:
+        spec, name = _of_whole(facts, candidates[share.chip].spec, share), name or f"{share.chip}-site"
+        head = f"# Profile {share.chip} matches it as it is; with two that match, name one in spec.hardware.profile."
+    else:
+        part = "part" if partition.is_whole else str(partition).replace("_", "-")
+        spec, name = _of_part(facts, candidates[share.chip].spec, share), name or f"{share.chip}-{part}"
+        head = f"# Each is {share}{f', one of {share.parts}' if share.parts > 1 else ''}."
+    return "".join(f"{line}\n" for line in (
+        f"# Drafted from node {labels.node}: {facts.gpus} x {facts.resource}, device id {labels.device_id}.",
+        head,
+        f"# Fill in what is not measured, then check it: kimictl profile show {name} -f FILE",
+        *_document(name, spec),
+    ))  # fmt: skip
+
+
+def _of_whole(facts: NodeFacts, base: HardwareProfileSpec, share: Share) -> dict[str, Any]:
+    """The chip's own profile, with what this node says."""
+    spec = dump(base)
+    for section in ("gpu", "match"):
+        spec[section] = dict(spec[section])
+    spec["gpu"] |= {"resource": facts.resource, "perNode": facts.gpus}
+    sources, basis = dict(spec["sources"]), dict(spec["basis"])
+    _report(facts, sources, basis, ["gpu.perNode"])
+    if share.is_virtual and basis.get("gpu.memory") == Basis.MEASURED:
+        sources["gpu.memory"] = f"as of {share.chip} without virtualisation: {sources['gpu.memory']}"
+        basis["gpu.memory"] = Basis.CARRIED.value
+    return spec | {"sources": sources, "basis": basis}
+
+
+def _of_part(facts: NodeFacts, base: HardwareProfileSpec, share: Share) -> dict[str, Any]:
+    """A part of a card: rates and memory by its share; reserves stay open, a whole card's say nothing about them."""
+    whole = dump(base)
+    gpu = whole["gpu"] | {
+        "resource": facts.resource,
+        "perNode": facts.gpus,
+        "memory": share.memory if share.is_virtual else base.gpu.memory // share.parts,
+        "computeUnits": share.compute_units,
+        "partition": dump(facts.labels.partition or PartitionSpec()),
+    }
+    fraction = min(share.memory / share.card.memory, share.compute_units / share.card.compute_units)
+    for rate in ("hbmBytesPerSecond", "bf16FlopsPerSecond"):
+        if rate in gpu:
+            gpu[rate] = int(gpu[rate] * fraction)
+    match = {"deviceIds": [facts.labels.device_id], "vram": share.memory}
+    if share.is_virtual:
+        match["virtualDeviceIds"] = match["deviceIds"]
+    sources, basis = _carried(whole, share)
+    part = f"share of {share.chip}, {share.memory // 2**30} of {share.card.memory // 2**30} GiB"
+    for path in ("match.vram", "gpu.memory", "gpu.hbmBytesPerSecond", "gpu.bf16FlopsPerSecond"):
+        if path.partition(".")[2] in gpu | match:
+            sources[path], basis[path] = part, Basis.DERIVED.value
+    reported = ["gpu.perNode"] + (["gpu.computeUnits"] if facts.labels.compute_units else [])
+    _report(facts, sources, basis, reported)
+    kept = {name: whole[name] for name in KEPT_OF_A_PART if name in whole}
+    return {"match": match, "gpu": gpu} | kept | {"sources": sources, "basis": basis}
+
+
+def _of_unknown(facts: NodeFacts) -> dict[str, Any]:
+    """A chip of which only its labels are known."""
+    labels = facts.labels
+    gpu: dict[str, Any] = {"resource": facts.resource, "perNode": facts.gpus}
+    match: dict[str, Any] = {"deviceIds": [labels.device_id]}
+    reported = ["gpu.perNode"]
+    if labels.vram is not None:
+        match["vram"] = labels.vram
+        reported.append("match.vram")
+    if labels.compute_units is not None:
+        gpu["computeUnits"] = labels.compute_units
+        reported.append("gpu.computeUnits")
+    if labels.partition is not None and not labels.partition.is_whole:
+        gpu["partition"] = dump(labels.partition)
+    sources: dict[str, str] = {}
+    basis: dict[str, str] = {}
+    _report(facts, sources, basis, reported)
+    runtime = {"device": "cuda", "dtype": "bfloat16", "kvCacheDtype": "bfloat16", "collectives": "nccl"}
+    return {"match": match, "gpu": gpu, "runtime": runtime, "sources": sources, "basis": basis}
+
+
+def _report(facts: NodeFacts, sources: dict[str, str], basis: dict[str, str], paths: list[str]) -> None:
+    for path in paths:
+        sources[path] = f"node {facts.labels.node}"
+        basis[path] = Basis.REPORTED.value
+
+
+def _carried(whole: dict[str, Any], share: Share) -> tuple[dict[str, str], dict[str, str]]:
+    """Sources of a card's figures, for a part of it: what was measured on the card was not measured on the part."""
+    sources, basis = {}, {}
+    for path, text in whole["sources"].items():
+        if path.partition(".")[0] not in KEPT_OF_A_PART | {"gpu"}:
+            continue
+        known = whole["basis"].get(path)
+        # Nodes and cards stay what they are.
+        carries = known in CARRIED and path.startswith(("gpu.", "limits.")) and not path.startswith("gpu.card")
+        sources[path] = f"of a whole {share.chip}: {text}" if carries else text
+        if known is not None:
+            basis[path] = Basis.CARRIED.value if carries else known
+    return sources, basis
+
+
+def _document(name: str, spec: dict[str, Any]) -> Iterator[str]:
+    yield "apiVersion: kimi-operator.io/v1alpha1\nkind: HardwareProfile\nmetadata:"
+    yield f"  name: {name}\nspec:"
+    others = [section for section in spec if section not in (*SECTIONS, "sources", "basis")]
+    for section in (*SECTIONS, *others):
+        yield from _section(section, spec.get(section) or {})
+    yield from _yaml({"sources": spec["sources"], "basis": spec["basis"]})
+
+
+def _section(section: str, value: dict[str, Any]) -> Iterator[str]:
+    """One section; figures that nobody measured as comments at its end."""
+    missing = [path.partition(".")[2] for path in MEASURE if path.startswith(f"{section}.")]
+    missing = [field for field in missing if field not in value]
+    if value:
+        yield from _yaml({section: _quantities(value)})
+    elif missing:
+        yield f"  # {section}:"
+    indent = "    # " if value else "  #   "
+    yield from (f"{indent}{field}: not measured; {MEASURE[f'{section}.{field}']}" for field in missing)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Device ids in quotes: some parsers read 74e1 as a number."""
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if DEVICE_ID.fullmatch(text) else None)
+
+
+_Dumper.add_representer(str, _represent_text)
+
+
+def _yaml(value: dict[str, Any]) -> Iterator[str]:
+    text = yaml.dump(value, Dumper=_Dumper, sort_keys=False, width=1000, allow_unicode=True)
+    return (f"  {line}" for line in text.splitlines())
+
+
+def _quantities(value: Any, name: str = "") -> Any:
+    """The same with bytes as quantities, and without what is empty."""
+    if isinstance(value, dict):
+        return {key: _quantities(inner, key) for key, inner in value.items() if inner not in ([], {}, ())}
+    if isinstance(value, int) and name in BYTE_FIELDS and value:
+        for suffix, factor in (("Gi", 2**30), ("Mi", 2**20), ("Ki", 2**10)):
+            if value % factor == 0:
+                return f"{value // factor}{suffix}"
+    return value

@@ -1,0 +1,163 @@
+"""What cannot be true at once in a HardwareProfile, and the CEL rules that the API server checks of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from kimi_operator.api import HardwareProfile, crd, dump, parse
+from kimi_operator.api.contradictions import num_partitions
+from kimi_operator.errors import InvalidSpec, Problem
+from kimi_operator.profiles import built_in_profiles
+
+MI300X = dump(built_in_profiles()["mi300x"])
+CPX = {"compute": "CPX", "memory": "NPS4"}
+SMALL_RESERVE = {"contexts": "2Gi", "symmetricHeap": 0, "activations": "4Gi", "graphs": 0, "staging": 0, "margin": 0}
+CPX_GPU = {"partition": CPX, "memory": "24Gi", "computeUnits": 38, "perNode": 64}
+
+
+def document(**sections: Any) -> dict[str, Any]:
+    """MI300X's profile with fields of sections changed; None takes a field out."""
+    spec = dict(MI300X["spec"])
+    for section, fields in sections.items():
+        merged = spec.get(section, {}) | fields
+        spec[section] = {name: value for name, value in merged.items() if value is not None}
+    return MI300X | {"spec": spec}
+
+
+def problems(**sections: Any) -> tuple[Problem, ...]:
+    with pytest.raises(InvalidSpec) as error:
+        parse(HardwareProfile, document(**sections), "mine.yaml")
+    return error.value.problems
+
+
+@pytest.mark.parametrize(
+    ("sections", "field", "got", "expected"),
+    [
+        # partitions and cards
+        (
+            {"gpu": {**CPX_GPU, "memory": "96Gi"}, "match": {"vram": "96Gi"}, "reserve": SMALL_RESERVE},
+            "gpu.memory", "96.00 GiB", "at most 24.00 GiB: a cpx_nps4 GPU is 1/8 of its card of 192.00 GiB",
+        ),
+        (
+            {"gpu": {**CPX_GPU, "computeUnits": 304}, "match": {"vram": "24Gi"}, "reserve": SMALL_RESERVE},
+            "gpu.computeUnits", "304", "at most 38: a cpx_nps4 GPU is 1/8 of its card of 304",
+        ),
+        (
+            {"gpu": {**CPX_GPU, "perNode": 9}, "match": {"vram": "24Gi"}, "reserve": SMALL_RESERVE},
+            "gpu.perNode", "9", "a multiple of 8",
+        ),
+        (
+            {"gpu": {"card": None, "partition": CPX}, "basis": {"gpu.card": None}},
+            "gpu.card", "nothing", "cpx_nps4 GPU is a part of",
+        ),
+        (
+            {"gpu": {"memory": "200Gi"}, "match": {"vram": "200Gi"}},
+            "gpu.memory", "200.00 GiB", "at most 192.00 GiB: a GPU is the whole card",
+        ),
+        ({"gpu": {"computeUnits": 305}}, "gpu.computeUnits", "305", "at most 304"),
+        # match
+        ({"match": {"vram": "24Gi"}}, "gpu.memory", "191.98 GiB", "at most match.vram 24.00 GiB"),
+        ({"match": {"deviceIds": [], "virtualDeviceIds": []}}, "match.deviceIds", "nothing", "at least one device id"),
+        ({"match": {"virtualDeviceIds": ["74ff"]}}, "match.virtualDeviceIds", "74ff", "some of match.deviceIds"),
+        # memory that is spoken for
+        (
+            {"reserve": {"activations": "192Gi"}},
+            "reserve", "contexts 11.20 GiB + symmetricHeap 8.00 GiB + activations 192", "less than gpu.memory 191.98",
+        ),
+        # rates in other units
+        ({"gpu": {"hbmBytesPerSecond": 5300}}, "gpu.hbmBytesPerSecond", "5,300", "bytes a second, at least 100,000,"),
+        # runtime and fabric
+        ({"runtime": {"device": "cpu"}, "fabric": {"transport": "NIXL"}}, "runtime.collectives", "nccl", "gloo where"),
+        ({"runtime": {"device": "cpu", "collectives": "gloo"}}, "fabric.transport", "MoRIIO", "NIXL where runtime"),
+        ({"fabric": {"fence": "none"}}, "fabric.fence", "none", "read_back with transport MoRIIO"),
+        # basis
+        ({"basis": {"reserve.context": "Measured"}}, "basis", "reserve.context", "path of a figure that this profile"),
+        ({"basis": {"gpu.architecture": "Measured"}}, "basis", "gpu.architecture", "path of a figure"),
+    ],
+)  # fmt: skip
+def test_a_contradiction_names_field_value_and_remedy(
+    sections: dict[str, Any], field: str, got: str, expected: str
+) -> None:
+    (problem,) = problems(**sections)
+    assert problem.field == f"HardwareProfile mi300x: spec.{field}"
+    assert got in problem.got
+    assert expected in problem.expected
+    assert problem.remedy
+
+
+@pytest.mark.parametrize(
+    ("sections", "field", "got"),
+    [
+        ({"gpu": {"hbmBytesPerSecond": 0}}, "mine.yaml.spec.gpu.hbmBytesPerSecond", "0"),
+        ({"gpu": {"hbmBytesPerSecond": -1}}, "mine.yaml.spec.gpu.hbmBytesPerSecond", "-1"),
+        ({"gpu": {"hbmBytesPerSecond": 5.3e12 + 0.5}}, "mine.yaml.spec.gpu.hbmBytesPerSecond", "5300000000000.5"),
+        ({"gpu": {"memory": 2**61}}, "mine.yaml.spec.gpu.memory", str(2**61)),
+        ({"gpu": {"memory": None}}, "mine.yaml.spec.gpu.memory", "nothing"),
+        ({"gpu": {"computeUnits": 0}}, "mine.yaml.spec.gpu.computeUnits", "0"),
+        ({"gpu": {"card": {"memory": "192Gi"}}}, "mine.yaml.spec.gpu.card.computeUnits", "nothing"),
+        ({"gpu": {"partition": {"compute": "Quarter"}}}, "mine.yaml.spec.gpu.partition.compute", "'Quarter'"),
+        ({"reserve": {"contexts": None}}, "mine.yaml.spec.reserve.contexts", "nothing"),
+        ({"fabric": {"nicBytesPerSecond": 0}}, "mine.yaml.spec.fabric.nicBytesPerSecond", "0"),
+        ({"basis": {"gpu.memory": "Guessed"}}, "mine.yaml.spec.basis.gpu.memory", "'Guessed'"),
+        ({"worker": {"support": "Perhaps"}}, "mine.yaml.spec.worker.support", "'Perhaps'"),
+        ({"match": {"deviceIds": ["MI300X"]}}, "mine.yaml.spec.match.deviceIds.0", "'MI300X'"),
+    ],
+)
+def test_a_wrong_or_missing_figure_is_named_with_its_file(sections: dict[str, Any], field: str, got: str) -> None:
+    found = {problem.field: problem.got for problem in problems(**sections)}
+    assert found[field] == got
+
+
+def test_every_contradiction_is_named_at_once() -> None:
+    found = problems(gpu={"computeUnits": 400, "hbmBytesPerSecond": 53}, fabric={"fence": "none"})
+    assert [problem.field.rpartition(" spec.")[2] for problem in found] == [
+        "gpu.computeUnits", "gpu.hbmBytesPerSecond", "fabric.fence",
+    ]  # fmt: skip
+
+
+def test_a_partition_that_agrees_with_its_card_is_taken() -> None:
+    profile = parse(HardwareProfile, document(gpu=CPX_GPU, match={"vram": "24Gi"}, reserve=SMALL_RESERVE))
+    assert str(profile.spec.gpu.partition) == "cpx_nps4"
+    assert not profile.spec.gpu.partition.is_whole
+
+
+@pytest.mark.parametrize(("mode", "parts"), [("SPX", 1), ("DPX", 2), ("TPX", 3), ("QPX", 4), ("CPX", 8)])
+def test_partitions_of_a_card(mode: str, parts: int) -> None:
+    assert num_partitions(mode, 8) == parts
+
+
+def rules_of(*path: str) -> list[str]:
+    schema = crd.hardware_profile_crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+    for name in path:
+        schema = schema["properties"][name]
+    return [one["rule"] for one in schema["x-kubernetes-validations"]]
+
+
+def test_rules_that_the_api_server_checks() -> None:
+    assert rules_of("spec", "runtime") == ["self.device != 'cpu' || self.collectives == 'gloo'"]
+    assert [rule.partition(" ")[0] for rule in rules_of("spec", "match")] == [
+        "!has(self.vram)",
+        "!has(self.virtualDeviceIds)",
+    ]
+    assert len(rules_of("spec", "gpu")) == 2
+    assert "read_back" in rules_of("spec", "fabric")[0]
+
+
+def test_rules_read_no_field_that_may_be_absent_without_asking() -> None:
+    """The API server tries a default before it fills in fields, and a rule about an absent field fails."""
+    for section in ("match", "gpu", "fabric"):
+        for rule in rules_of("spec", section):
+            optional = (
+                "vram",
+                "deviceIds",
+                "virtualDeviceIds",
+                "card",
+                "computeUnits",
+                "partition",
+                "transport",
+                "fence",
+            )
+            for field in optional:
+                if f"self.{field}" in rule:
+                    assert f"has(self.{field})" in rule, rule

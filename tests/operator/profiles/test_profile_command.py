@@ -1,0 +1,303 @@
+"""`kimictl profile` as a user runs it: lists, figures with their sources, and drafts from nodes of many kinds."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from kimi_operator.api import HardwareProfile, parse
+from kimi_operator.cli import main
+from kimi_operator.errors import InvalidSpec
+from kimi_operator.profiles import built_in_profiles
+from kimi_operator.profiles.detect import Match, detect
+from node_labels import labelled, node, older_labels
+
+Run = Callable[..., tuple[int, str, str]]
+WHOLE = labelled("74a1", "192G", 304, "spx_nps1")
+CPX = labelled("74a1", "24G", 38, "cpx_nps4")
+MEASURED_RESERVE = {"contexts": "2Gi", "activations": "4Gi"}
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs one command line of `kimictl profile`: exit status, standard output, standard error."""
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as exit_:
+            main(["profile", *(str(argument) for argument in arguments)])
+        captured = capsys.readouterr()
+        return int(exit_.value.code or 0), captured.out, captured.err
+
+    return call
+
+
+def saved(tmp_path: Path, document: dict[str, Any], name: str = "node.json") -> Path:
+    path = tmp_path / name
+    path.write_text(json.dumps(document) if name.endswith(".json") else yaml.safe_dump(document))
+    return path
+
+
+def drafted(run: Run, tmp_path: Path, document: dict[str, Any], *arguments: object) -> tuple[str, dict[str, Any]]:
+    """The text of a draft, and the document in it."""
+    status, out, _ = run("from-node", saved(tmp_path, document), *arguments)
+    assert status == 0
+    return out, yaml.safe_load(out)
+
+
+# list and show
+
+
+def test_list_names_chips_and_what_nobody_measured(run: Run) -> None:
+    status, out, err = run("list")
+    lines = {line.split()[0]: line for line in out.splitlines()}
+    assert (status, err) == (0, "")
+    assert list(lines) == ["NAME", *built_in_profiles()]
+    assert (
+        "gfx942  spx_nps1   8     192.0 GiB  304  5.3       Target    16 figures  74a1,74a9,74b5,74bd"
+        in lines["mi300x"]
+    )
+    assert "Untested" in lines["mi355x"]
+
+
+@pytest.mark.parametrize(("output", "load"), [("json", json.loads), ("yaml", yaml.safe_load)])
+def test_list_and_show_for_scripts(run: Run, output: str, load: Callable[[str], Any]) -> None:
+    rows = load(run("list", "-o", output)[1])
+    assert [row["name"] for row in rows] == list(built_in_profiles())
+    assert "reserve.activations" in rows[0]["unmeasured"]
+    shown = load(run("show", "mi308x", "-o", output)[1])
+    assert parse(HardwareProfile, shown) == built_in_profiles()["mi308x"]
+
+
+def test_show_marks_what_nobody_measured(run: Run) -> None:
+    out = run("show", "mi355x")[1]
+    rows = {line[2:].split()[0]: line for line in out.splitlines() if line[:2] in ("* ", "  ") and "." in line}
+    assert rows["gpu.hbmBytesPerSecond"].startswith("  gpu.hbm")
+    assert "8,000,000,000,000  DataSheet  peak, 8 TB/s" in rows["gpu.hbmBytesPerSecond"]
+    assert rows["reserve.contexts"].startswith("* reserve.contexts")
+    assert "11.2 GiB  Carried    as derived for MI300X (not measured on this hardware)" in rows["reserve.contexts"]
+    assert "warning: the bundled worker is untested on mi355x (gfx950)" in out
+
+
+def test_show_reads_your_own(run: Run, tmp_path: Path) -> None:
+    own = yaml.safe_load(run("show", "mi300x", "-o", "yaml")[1])
+    own["metadata"]["name"] = "site"
+    own["spec"]["basis"] = {}
+    path = saved(tmp_path, own, "own.yaml")
+    status, out, _ = run("show", "site", "-f", path)
+    assert status == 0
+    assert "31 of 31 figures" in out
+    assert "site" in run("list", "-f", path)[1]
+
+
+def test_an_unknown_name_lists_the_known(run: Run) -> None:
+    status, out, err = run("show", "mi400")
+    assert (status, out) == (1, "")
+    assert err.startswith("kimictl: profile: got 'mi400', expected one of ['mi300x', 'mi308x',")
+
+
+def test_a_contradictory_file_is_refused(run: Run, tmp_path: Path) -> None:
+    own = yaml.safe_load(run("show", "mi300x", "-o", "yaml")[1])
+    own["spec"]["gpu"]["memory"] = "256Gi"
+    status, _, err = run("list", "-f", saved(tmp_path, own, "own.yaml"))
+    assert status == 1
+    assert "spec.gpu.memory: got 256.00 GiB, expected at most match.vram 192.00 GiB" in err
+
+
+# drafts
+
+
+def test_a_whole_card_gets_its_chips_profile(run: Run, tmp_path: Path) -> None:
+    status, out, err = run("from-node", saved(tmp_path, node(WHOLE, gpus=7)), "--name", "site-a")
+    assert (status, err) == (0, "kimictl: profile mi300x matches\n")
+    profile = parse(HardwareProfile, yaml.safe_load(out))
+    known = built_in_profiles()["mi300x"].spec
+    assert profile.metadata.name == "site-a"
+    assert profile.spec.gpu.per_node == 7
+    assert profile.spec.source("gpu.perNode") == "node gpu-1"
+    assert profile.spec.basis["gpu.perNode"] == "Reported"
+    assert profile.spec.reserve == known.reserve
+    assert profile.spec.gpu.memory == known.gpu.memory
+    assert "not measured;" not in out
+
+
+def test_a_virtual_function_carries_memory_over(run: Run, tmp_path: Path) -> None:
+    _, document = drafted(run, tmp_path, node(labelled("74b5", "192G", 304)))
+    profile = parse(HardwareProfile, document)
+    assert "gpu.memory" in profile.spec.unmeasured()
+    assert "without virtualisation" in profile.spec.source("gpu.memory")
+
+
+@pytest.mark.parametrize(
+    ("labels", "gpus", "name", "expected"),
+    [
+        (CPX, 64, "mi300x-cpx-nps4", ("24574Mi", 38, 662_500_000_000)),
+        # AMD's DRA driver shows 98,296 MiB and 152 compute units of this.
+        (labelled("74a1", "96G", 152, "dpx_nps1"), 16, "mi300x-dpx-nps1", ("98296Mi", 152, 2_650_000_000_000)),
+        (labelled("75a3", "144G", 128, "dpx_nps2"), 16, "mi355x-dpx-nps2", ("144Gi", 128, 4_000_000_000_000)),
+    ],
+)
+def test_a_partition_is_drafted_as_what_it_is(  # noqa: PLR0917 - fixtures and parameters
+    run: Run, tmp_path: Path, labels: dict[str, str], gpus: int, name: str, expected: tuple[str, int, int]
+) -> None:
+    text, document = drafted(run, tmp_path, node(labels, gpus))
+    gpu = document["spec"]["gpu"]
+    assert (document["metadata"]["name"], gpu["perNode"]) == (name, gpus)
+    assert (gpu["memory"], gpu["computeUnits"], gpu["hbmBytesPerSecond"]) == expected
+    assert "reserve" not in document["spec"]
+    assert "  #   contexts: not measured; " in text
+    with pytest.raises(InvalidSpec, match=r"spec\.reserve: got nothing, expected a value; set it"):
+        parse(HardwareProfile, document)
+
+
+@pytest.mark.parametrize("labels", [CPX, labelled("74a1", "192G", 38, "cpx_nps4"), labelled("74b5", "24G", 38)])
+def test_a_draft_that_is_filled_in_matches_its_node(run: Run, tmp_path: Path, labels: dict[str, str]) -> None:
+    _, document = drafted(run, tmp_path, node(labels, 64))
+    document["spec"]["reserve"] = MEASURED_RESERVE
+    profile = parse(HardwareProfile, document)
+    assert profile.spec.basis_of("reserve.contexts") is None
+    profiles = {**built_in_profiles(), profile.metadata.name: profile}
+    verdict = detect("gpu-1", labels, profiles)
+    assert isinstance(verdict, Match), str(verdict)
+    assert verdict.profile == profile.metadata.name
+    carried = {path for path, basis in profile.spec.basis.items() if basis == "Carried"}
+    assert "limits.maxNumSeqs" in carried
+    assert not {path for path, basis in profile.spec.basis.items() if basis == "Measured"}
+
+
+def test_an_unknown_chip_is_left_open(run: Run, tmp_path: Path) -> None:
+    status, out, err = run("from-node", saved(tmp_path, node(labelled("74e1", "64G", 80))))
+    spec = yaml.safe_load(out)["spec"]
+    assert status == 0
+    assert "got 74e1, expected a device id in match.deviceIds" in err
+    assert '- "74e1"' in out, "other parsers of YAML would read a number"
+    assert spec["gpu"] == {"resource": "amd.com/gpu", "perNode": 8, "computeUnits": 80}
+    for field in ("architecture", "memory", "hbmBytesPerSecond", "card"):
+        assert f"    # {field}: not measured; " in out
+    assert set(spec["basis"].values()) == {"Reported"}
+    with pytest.raises(InvalidSpec) as error:
+        parse(HardwareProfile, yaml.safe_load(out))
+    assert [problem.field for problem in error.value.problems] == [
+        "spec.gpu.architecture",
+        "spec.gpu.memory",
+        "spec.reserve",
+    ]
+
+
+def test_older_labels_and_mixed_resource_names_are_read(run: Run, tmp_path: Path) -> None:
+    _, document = drafted(run, tmp_path, node(older_labels("74a1", "192G", 304, 8)))
+    assert document["spec"]["gpu"]["perNode"] == 8
+    _, document = drafted(run, tmp_path, node(CPX, 64, "amd.com/cpx_nps4"))
+    assert document["spec"]["gpu"]["resource"] == "amd.com/cpx_nps4"
+    _, document = drafted(run, tmp_path, node(WHOLE, 8, "amd.com/spx_nps1"))
+    assert document["spec"]["gpu"]["resource"] == "amd.com/spx_nps1"
+
+
+def test_yaml_lists_and_standard_input_are_read(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    listing = {"apiVersion": "v1", "kind": "List", "items": [node(WHOLE)]}
+    assert run("from-node", saved(tmp_path, listing, "node.yaml"))[0] == 0
+    monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps(node(WHOLE))))
+    assert run("from-node", "-")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("document", "words"),
+    [
+        (node({}), "label amd.com/gpu.device-id of node gpu-1: got nothing"),
+        (node(WHOLE, 0), "status.capacity of node gpu-1: got amd.com/gpu, cpu, memory, expected a number of"),
+        (node(WHOLE, 8, "nvidia.com/gpu"), "check that AMD's device plugin runs"),
+        (node(WHOLE, name="Bad Name"), "metadata.name: got 'Bad Name'"),
+        ({"kind": "Pod", "metadata": {"name": "p"}}, "kind: got 'Pod', expected a Node"),
+        ({"kind": "Node"}, "expected a Node"),
+        ({"kind": "List", "items": []}, "got 0 documents, expected one Node"),
+        ({"kind": "List", "items": [node(WHOLE), node(CPX)]}, "got 2 documents"),
+        ({"kind": "List", "items": 3}, "kind: got 'List', expected a Node"),
+        ({"kind": "Node", "metadata": {"name": "n", "labels": []}, "status": {}}, "metadata.labels: got []"),
+    ],
+)  # fmt: skip
+def test_what_is_no_gpu_node_is_refused(run: Run, tmp_path: Path, document: dict[str, Any], words: str) -> None:
+    status, out, err = run("from-node", saved(tmp_path, document))
+    assert (status, out) == (1, "")
+    assert words in err
+
+
+@pytest.mark.parametrize(("text", "words"), [("{", "no YAML or JSON"), ("- 1\n", "got list"), ("", "got 0 documents")])
+def test_what_is_no_document_is_refused(run: Run, tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "node.yaml"
+    path.write_text(text)
+    status, _, err = run("from-node", path)
+    assert status == 1
+    assert words in err
+    assert str(path) in err
+
+
+def test_a_bad_name_and_a_missing_file_are_refused(run: Run, tmp_path: Path) -> None:
+    status, _, err = run("from-node", saved(tmp_path, node(WHOLE)), "--name", "My Profile")
+    assert status == 1
+    assert "--name: got 'My Profile'" in err
+    status, _, err = run("from-node", tmp_path / "nowhere.json")
+    assert status == 1
+    assert "No such file" in err
+
+
+# kubectl
+
+
+def script(tmp_path: Path, text: str) -> Path:
+    """A folder with a kubectl that is this shell script."""
+    program = tmp_path / "kubectl"
+    program.write_text(f"#!/bin/sh\n{text}\n")
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    return tmp_path
+
+
+def test_a_node_of_the_cluster_is_asked_for(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = saved(tmp_path, node(WHOLE), "answer")
+    answer.write_text(json.dumps(node(WHOLE)))
+    folder = script(tmp_path, f'[ "$*" = "get node -o json -- gpu-1" ] && cat {answer}')
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
+    status, out, _ = run("from-node", "gpu-1")
+    assert status == 0
+    assert yaml.safe_load(out)["metadata"]["name"] == "mi300x-site"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("echo 'E1 retrying' >&2; echo 'Error from server (NotFound): nodes \"gpu-9\" not found' >&2; exit 1",
+         'node gpu-9: got from kubectl: Error from server (NotFound): nodes "gpu-9" not found, expected a node'),
+        ("exit 3", "got from kubectl: exit status 3"),
+        ("echo nonsense", "no JSON from kubectl"),
+    ],
+)  # fmt: skip
+def test_what_kubectl_says_is_passed_on(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, words: str
+) -> None:
+    monkeypatch.setenv("PATH", f"{script(tmp_path, text)}{os.pathsep}{os.environ['PATH']}")
+    status, out, err = run("from-node", "gpu-9")
+    assert (status, out) == (1, "")
+    assert words in err
+    assert "retrying" not in err
+
+
+def test_a_kubectl_that_hangs_is_given_up(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", f"{script(tmp_path, 'exec sleep 60')}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr("kimi_operator.cli.profile.KUBECTL_TIMEOUT_S", 0.2)
+    status, _, err = run("from-node", "gpu-1")
+    assert status == 1
+    assert "check that the API server answers" in err
+
+
+def test_without_kubectl_a_file_is_asked_for(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    status, _, err = run("from-node", "gpu-1")
+    assert status == 1
+    assert "gpu-1: got no kubectl on PATH" in err
+    assert "pass the output of `kubectl get node NODE -o json` as a file" in err
