@@ -8,8 +8,8 @@ from pydantic import Field, StringConstraints
 
 from kimi_operator.api.base import ApiModel
 
-Factor = Annotated[float, Field(gt=0, le=1000, allow_inf_nan=False)]
-Percent = Annotated[float, Field(ge=0, le=1000, allow_inf_nan=False)]
+Factor = Annotated[float, Field(gt=0, le=1_000_000, allow_inf_nan=False)]
+Percent = Annotated[float, Field(ge=0, le=1_000_000, allow_inf_nan=False)]
 
 
 class CalibrationSpec(ApiModel):

@@ -1,0 +1,250 @@
+"""`kimictl profile calibrate`: fit a profile's speed to a measured run, and show what that changes."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from cyclopts import Parameter
+
+from kimi_operator.api.base import API_VERSION, dump, parse
+from kimi_operator.api.calibration import CalibrationSpec
+from kimi_operator.api.profile import HardwareProfile
+from kimi_operator.cli.results import STANDARD_INPUT, Results, read_results
+from kimi_operator.errors import InvalidSpec, Problem
+from kimi_operator.planner.fit import Change, Sample, Use, refit
+from kimi_operator.planner.roofline import DecodeLoad, PrefillLoad, Setup, Split
+from kimi_operator.profiles import architecture, built_in_profiles
+from kimi_operator.profiles.measurements import (
+    MODEL,
+    WORKER,
+    built_in_measurements,
+    calibration_for,
+    check_layout,
+    worker_engine,
+)
+
+Output = Literal["text", "json", "yaml"]
+PHASES: dict[str, type[DecodeLoad | PrefillLoad]] = {"decode": DecodeLoad, "prefill": PrefillLoad}
+
+
+@dataclass(frozen=True, slots=True)
+class Calibrated:
+    """What came of a run: the samples and the change of each phase that was measured."""
+
+    results: Results
+    profile: str
+    setup: Setup
+    samples: dict[str, list[Sample]]
+    changes: dict[str, Change]
+
+
+def calibrate(  # noqa: PLR0913 - the options of a command
+    results: Annotated[Path, Parameter(allow_leading_hyphen=True)],
+    *,
+    chip: str | None = None,
+    engine: str | None = None,
+    nodes: int | None = None,
+    gpus_per_node: int | None = None,
+    tensor_parallel: int | None = None,
+    groups: int | None = None,
+    file: Annotated[list[Path] | None, Parameter(name=["--file", "-f"], allow_leading_hyphen=True, negative=())] = None,
+    output: Annotated[Output, Parameter(name=["--output", "-o"])] = "text",
+) -> int:
+    """Fit the speed of a hardware profile to a measured run; show old and new factor and what to put into the profile.
+
+    Nothing is written: add the fragment to your profile and apply it.
+
+    Parameters
+    ----------
+    results
+        What `kimictl needle -o json` or `make bench` wrote, or YAML with chip, layout and points
+        (decode: concurrency, contextTokens, tpotMs; prefill: promptTokens, seconds); `-` is standard input.
+    chip
+        Hardware profile of the GPUs that were measured, where the file does not say it.
+    engine
+        Software that was measured; kimi-worker by default.
+    nodes
+        Nodes of a group; with gpus-per-node and tensor-parallel, where the file states no layout.
+    gpus_per_node
+        GPUs of each node.
+    tensor_parallel
+        GPUs of a lane.
+    groups
+        Groups of decode that shared the load; 1 by default.
+    file
+        YAML with your own HardwareProfiles. Can be repeated.
+    output
+        text, json, or yaml: the fragment alone.
+    """
+    layout = _layout(nodes, gpus_per_node, tensor_parallel)
+    options = {"chip": chip, "engine": engine, "layout": layout, "groups": groups}
+    read = read_results(results, {name: value for name, value in options.items() if value is not None})
+    done = _calibrate(read, _profiles(file or []), str(results))
+    fragment = _fragment(done)
+    if output == "json":
+        sys.stdout.write(json.dumps(_document(done) | {"fragment": fragment}, indent=2) + "\n")
+    else:
+        text = [] if output == "yaml" else [*_text(done), "", "for the profile:"]
+        sys.stdout.write("".join(f"{line}\n" for line in text) + yaml.safe_dump(fragment, sort_keys=False, width=120))
+    if read.architecture != MODEL:
+        sys.stderr.write(f"kimictl: measured with {read.architecture}; its factor says little about {MODEL}\n")
+    return 0
+
+
+def _layout(nodes: int | None, gpus_per_node: int | None, tensor_parallel: int | None) -> dict[str, int] | None:
+    given = {"nodes": nodes, "gpusPerNode": gpus_per_node, "tensorParallel": tensor_parallel}
+    stated = {name: value for name, value in given.items() if value is not None}
+    if stated and len(stated) < len(given):
+        missing = ", ".join(sorted(given.keys() - stated.keys()))
+        raise _refuse("--nodes, --gpus-per-node, --tensor-parallel", f"no {missing}", "all three", "state the others")
+    return stated or None
+
+
+def _profiles(files: list[Path]) -> Mapping[str, HardwareProfile]:
+    """Built-in profiles, and those in the files, by name."""
+    profiles = dict(built_in_profiles())
+    for file in files:
+        try:
+            text = sys.stdin.read() if file == STANDARD_INPUT else file.read_text(encoding="utf-8")
+            documents = [one for one in yaml.load_all(text, Loader=yaml.CSafeLoader) if isinstance(one, Mapping)]
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise _refuse(str(file), str(error), "a file of YAML", "mend the file or its name") from error
+        for document in documents:
+            if document.get("kind") == "HardwareProfile":
+                profile = parse(HardwareProfile, document, str(file))
+                profiles[profile.metadata.name] = profile
+    return profiles
+
+
+def _calibrate(results: Results, profiles: Mapping[str, HardwareProfile], where: str) -> Calibrated:
+    """Fit each phase that the run has points of. Raises InvalidSpec for what it does not state or what cannot be."""
+    if results.chip is None or results.chip not in profiles:
+        got = "nothing" if results.chip is None else repr(results.chip)
+        raise _refuse(
+            f"{where}: chip", got, f"one of {sorted(profiles)}", "state it, or --chip, or add a profile with -f"
+        )
+    if results.layout is None:
+        remedy = "state it, or --nodes, --gpus-per-node and --tensor-parallel"
+        raise _refuse(f"{where}: layout", "nothing", "nodes, gpusPerNode and tensorParallel", remedy)
+    published, profile = built_in_measurements(), profiles[results.chip]
+    model = architecture(results.architecture)
+    check_layout(model, results.layout.shape, where)
+    is_worker = results.engine == WORKER
+    setup = Setup(
+        architecture=model,
+        chip=published.chip(profile),
+        shape=results.layout.shape,
+        engine=worker_engine(profile) if is_worker else published.engine(results.engine, f"{where}: engine"),
+        split=Split[results.layout.split.name],
+        graphs=results.graphs,
+    )
+    samples = {name: found for name, found in _samples(results, setup).items() if found}
+    changes = {}
+    for name, measured in samples.items():
+        own = getattr(profile.spec, "calibration", None)
+        try:
+            changes[name] = refit(measured, calibration_for(setup, PHASES[name], own), published.samples)
+        except ValueError as error:
+            remedy = "check units, layout and chip, and that the profile states the chip's bandwidth and FLOPs"
+            raise _refuse(f"{where}: {name}", str(error), "a time that the chip can reach", remedy) from error
+    return Calibrated(results, profile.metadata.name, setup, samples, changes)
+
+
+def _samples(results: Results, setup: Setup) -> dict[str, list[Sample]]:
+    decode = [
+        Sample(
+            name=f"{point.concurrency} requests at {point.context_tokens:,} tokens",
+            setup=setup,
+            load=DecodeLoad(-(-point.concurrency // results.groups), point.context_tokens),
+            measured_s=point.tpot_ms / 1e3,
+            use=Use.FITTED,
+            source="",
+        )
+        for point in results.decode
+    ]
+    prefill = [
+        Sample(f"{p.prompt_tokens:,} tokens", setup, PrefillLoad(p.prompt_tokens), p.seconds, Use.FITTED, "")
+        for p in results.prefill
+    ]
+    return {"decode": decode, "prefill": prefill}
+
+
+def _fragment(done: Calibrated) -> dict[str, Any]:
+    """The part of a HardwareProfile that states the new factors; read back once, so that it can be applied."""
+    calibration: dict[str, Any] = {"engine": done.results.engine}
+    for name, change in done.changes.items():
+        calibration[f"{name}Factor"] = float(f"{change.after.factor():.5g}")
+        # never narrower than it is
+        calibration[f"{name}BandPercent"] = math.ceil(1e3 * math.expm1(change.after.error)) / 10
+    loads = ", ".join(f"{len(samples)} of {name}" for name, samples in done.samples.items())
+    what = f"{done.results.architecture} on {done.setup.shape}, points: {loads}"
+    calibration["measuredOn"] = "; ".join(part for part in (what, done.results.measured_on) if part)[:256]
+    spec = parse(CalibrationSpec, calibration, "calibration")
+    return {
+        "apiVersion": API_VERSION,
+        "kind": "HardwareProfile",
+        "metadata": {"name": done.profile},
+        "spec": {"calibration": dump(spec)},
+    }
+
+
+def _document(done: Calibrated) -> dict[str, Any]:
+    return {
+        "profile": done.profile,
+        "engine": done.results.engine,
+        "layout": str(done.setup.shape),
+        "phases": {name: _phase_document(change, done.samples[name]) for name, change in done.changes.items()},
+    }
+
+
+def _phase_document(change: Change, samples: list[Sample]) -> dict[str, Any]:
+    left_out: tuple[float | None, ...] = change.errors_left_out or (None,) * len(samples)
+    rows = zip(samples, change.errors_before, change.errors_after, left_out, strict=True)
+    return {
+        "factorBefore": change.before.factor(),
+        "factorAfter": change.after.factor(),
+        "bandPercentBefore": 100 * math.expm1(change.before.error),
+        "bandPercentAfter": 100 * math.expm1(change.after.error),
+        "calibratedOnBefore": change.before.text,
+        "points": [
+            {
+                "load": sample.name,
+                "measuredMs": sample.measured_s * 1e3,
+                "errorBefore": before,
+                "errorAfter": after,
+                "errorLeftOut": alone,
+            }
+            for sample, before, after, alone in rows
+        ],
+    }
+
+
+def _text(done: Calibrated) -> Iterator[str]:
+    yield f"{done.profile}, {done.results.engine}, {done.setup.architecture.name}: {done.setup.shape}"
+    for name, change in done.changes.items():
+        old, new = change.before.factor(), change.after.factor()
+        yield ""
+        yield f"{name} factor {old:.3f} -> {new:.3f} ({new / old - 1:+.1%})"
+        bands = (math.expm1(each.error) for each in (change.before, change.after))
+        yield "  band  {:.1%} -> {:.1%}".format(*bands)
+        yield f"  before: {change.before.text}"
+        yield f"  {'measured':<34} {'ms':>12} {'error before':>13} {'after':>8} {'left out':>9}"
+        for point in _phase_document(change, done.samples[name])["points"]:
+            errors = (_percent(point[error]) for error in ("errorBefore", "errorAfter", "errorLeftOut"))
+            yield "  {:<34} {:>12,.2f} {:>13} {:>8} {:>9}".format(point["load"], point["measuredMs"], *errors)
+
+
+def _percent(share: float | None) -> str:
+    """Signed, with no minus before a zero."""
+    return "-" if share is None else f"{round(share, 3) + 0.0:+.1%}"
+
+
+def _refuse(field: str, got: str, expected: str, remedy: str) -> InvalidSpec:
+    return InvalidSpec((Problem(field, got, expected, remedy),))

@@ -1,0 +1,235 @@
+"""`kimictl profile calibrate`: runs in three shapes, what it prints, and errors that name the field."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from kimi_operator.api.base import dump, parse
+from kimi_operator.api.calibration import CalibrationSpec
+from kimi_operator.cli.ask import ANSWER_TOKENS, Answer
+from kimi_operator.cli.calibrate import calibrate
+from kimi_operator.cli.report import Level, Row, Run
+from kimi_operator.cli.report import document as needle_document
+from kimi_operator.cli.results import NEEDLE_ANSWER_TOKENS, read_results
+from kimi_operator.errors import InvalidSpec
+from kimi_operator.planner.memory import GroupShape
+from kimi_operator.planner.predict import roofline_s
+from kimi_operator.planner.roofline import DecodeLoad, Setup
+from kimi_operator.profiles import architecture, built_in_profiles
+from kimi_operator.profiles.measurements import built_in_measurements, calibration_for, worker_engine
+
+MI300X = built_in_profiles()["mi300x"]
+WORKER = Setup(
+    architecture("kimi-k3"), built_in_measurements().chip(MI300X), GroupShape(2, 8, 2), worker_engine(MI300X)
+)
+LAYOUT = {"nodes": 2, "gpusPerNode": 8, "tensorParallel": 2}
+
+
+def step_ms(concurrency: int, context: int, factor: float) -> float:
+    return 1e3 * factor * roofline_s(WORKER, DecodeLoad(concurrency, context))
+
+
+def by_hand(factor: float = 2.5) -> dict[str, Any]:
+    points = [{"concurrency": c, "contextTokens": 4096, "tpotMs": step_ms(c, 4096, factor)} for c in (1, 8, 64)]
+    return {"chip": "mi300x", "layout": LAYOUT, "measuredOn": "cluster a", "decode": points}
+
+
+def written(folder: Path, document: Mapping[str, Any], name: str = "run.yaml") -> Path:
+    file = folder / name
+    file.write_text(json.dumps(document) if name.endswith("json") else yaml.safe_dump(dict(document)))
+    return file
+
+
+def fragment(capsys: pytest.CaptureFixture[str], run: Path, **options: Any) -> dict[str, Any]:
+    assert calibrate(run, output="yaml", **options) == 0
+    loaded: dict[str, Any] = yaml.safe_load(capsys.readouterr().out)
+    return loaded
+
+
+def test_the_factor_that_made_the_run_comes_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = fragment(capsys, written(tmp_path, by_hand(2.5)))
+    assert (found["kind"], found["metadata"]["name"]) == ("HardwareProfile", "mi300x")
+    spec = parse(CalibrationSpec, found["spec"]["calibration"])
+    assert spec.decode_factor == pytest.approx(2.5)
+    assert spec.decode_band_percent == pytest.approx(0, abs=0.11)
+    assert (spec.prefill_factor, spec.engine) == (None, "kimi-worker")
+    assert "cluster a" in spec.measured_on
+    assert dump(spec) == found["spec"]["calibration"]
+    assert calibration_for(WORKER, DecodeLoad, spec).factor() == pytest.approx(2.5)
+
+
+def test_the_text_shows_old_and_new_factor_and_errors_of_each_point(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert calibrate(written(tmp_path, by_hand(2.5))) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "decode factor 1.718 -> 2.500 (+45.5%)" in lines
+    points = [line.split() for line in lines if "requests at" in line]
+    assert [point[-3:] for point in points] == [["-31.3%", "+0.0%", "+0.0%"]] * 3
+    assert any(line.startswith("  before: factor 1.718 fitted on fit_mi325x_tp8_conc1") for line in lines)
+
+
+def test_json_holds_everything_the_text_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = by_hand(2.5) | {"prefill": [{"promptTokens": 50_000, "seconds": 30.0}]}
+    calibrate(written(tmp_path, run, "run.json"), output="json")
+    found = json.loads(capsys.readouterr().out)
+    assert found["phases"]["decode"]["factorAfter"] == pytest.approx(2.5)
+    assert found["phases"]["decode"]["points"][1]["errorBefore"] == pytest.approx(1.71815 / 2.5 - 1, abs=1e-4)
+    assert found["phases"]["prefill"]["points"][0]["errorLeftOut"] is None
+    assert found["phases"]["prefill"]["factorAfter"] > found["phases"]["prefill"]["factorBefore"]
+    assert found["fragment"]["spec"]["calibration"]["prefillFactor"] > 1
+
+
+def needle_run() -> Run:
+    """As the command makes it: 1 and 8 at once, answers of 20 tokens."""
+    levels = []
+    for concurrency in (1, 8):
+        step_s = step_ms(concurrency, (1000 + 3000 + NEEDLE_ANSWER_TOKENS) // 2, 2.0) / 1e3
+        rows = []
+        for number in range(concurrency):
+            answer = Answer(text="123456", token_ids=list(range(20)), ttft_s=1.0, last_s=1.0 + 19 * step_s)
+            answer.prompt_tokens = 3000 if number else 1000
+            rows.append(Row(number, answer.prompt_tokens, "key", "123456", answer))
+        if concurrency == 1:
+            rows[0].answer.prompt_tokens = 2000
+        levels.append(Level(concurrency, 3.0, rows))
+    return Run("http://k3", "kimi-k3", levels)
+
+
+def test_a_needle_run_is_taken_as_it_was_saved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = written(tmp_path, needle_document(needle_run()), "needle.json")
+    options = {"chip": "mi300x", "nodes": 2, "gpus_per_node": 8, "tensor_parallel": 2}
+    found = fragment(capsys, file, **options)
+    assert found["spec"]["calibration"]["decodeFactor"] == pytest.approx(2.0, rel=0.001)
+    assert "needles at http://k3" in found["spec"]["calibration"]["measuredOn"]
+    assert NEEDLE_ANSWER_TOKENS == ANSWER_TOKENS
+
+
+def test_a_needle_run_with_a_wrong_answer_is_no_measurement(tmp_path: Path) -> None:
+    run = needle_run()
+    run.rows[3].answer.text = "654321"
+    file = written(tmp_path, needle_document(replace(run)), "needle.json")
+    with pytest.raises(InvalidSpec, match=r"needle\.json: right: got 8 of 9 needles, expected every needle"):
+        calibrate(file, chip="mi300x")
+
+
+def test_a_level_whose_answers_were_one_token_is_left_out(tmp_path: Path) -> None:
+    document = needle_document(needle_run())
+    levels = document["levels"]
+    assert isinstance(levels, list)
+    levels[0]["tpot_p50_ms"] = None
+    assert len(read_results(written(tmp_path, document, "needle.json"), {}).decode) == 1
+
+
+BENCH = {
+    "machine": "2 x CPU",
+    "commit": "abc1234",
+    "engine": {
+        "worker_start_s": 3.1,
+        "decode_tokens_per_s_batch_1": 300.0,
+        "decode_step_ms_batch_1": 3.3,
+        "decode_step_ms_batch_8": 5.1,
+        "prefill_tokens_per_s": 4000.0,
+    },
+}
+
+
+def test_a_bench_run_is_of_the_tiny_model_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = written(tmp_path, BENCH, "bench.json")
+    read = read_results(file, {})
+    assert [(p.concurrency, p.context_tokens, p.tpot_ms) for p in read.decode] == [(1, 40, 3.3), (8, 40, 5.1)]
+    assert [(p.prompt_tokens, p.seconds) for p in read.prefill] == [(4000, 1.0)]
+    assert calibrate(file, chip="mi300x") == 0
+    out, err = capsys.readouterr()
+    assert "kimi-k3-tiny on 1 x 1 GPUs" in out
+    assert "make bench, commit abc1234" in out
+    assert "its factor says little about kimi-k3" in err
+
+
+def test_a_profile_of_ones_own_is_known_by_its_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    document = copy.deepcopy(dump(MI300X))
+    document["metadata"]["name"] = "mine"
+    mine = written(tmp_path, document, "mine.yaml")
+    run = by_hand(2.5) | {"chip": "mine"}
+    with pytest.raises(InvalidSpec, match=r"run\.yaml: chip: got 'mine', expected one of"):
+        calibrate(written(tmp_path, run))
+    assert fragment(capsys, tmp_path / "run.yaml", file=[mine])["metadata"]["name"] == "mine"
+
+
+def test_groups_share_the_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = by_hand(2.5)
+    run["decode"] = [{"concurrency": 128, "contextTokens": 4096, "tpotMs": step_ms(64, 4096, 2.5)}]
+    found = fragment(capsys, written(tmp_path, run), groups=2)
+    assert found["spec"]["calibration"]["decodeFactor"] == pytest.approx(2.5)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"chip": None}, r"run.yaml: chip: got nothing, expected one of \['mi300x'"),
+        ({"chip": "h100"}, "run.yaml: chip: got 'h100', expected one of"),
+        ({"engine": "tgi"}, r"run.yaml: engine: got 'tgi', expected one of \["),
+        ({"layout": None}, "run.yaml: layout: got nothing, expected nodes, gpusPerNode and tensorParallel"),
+        ({"layout": LAYOUT | {"nodes": 3}}, "run.yaml.layout: got 3 x 8 GPUs with tensorParallel 2"),
+        ({"layout": LAYOUT | {"nodes": 0}}, "run.yaml.layout.nodes: got 0, expected greater than or equal to 1"),
+        ({"decode": []}, "run.yaml: decode: got no point"),
+        ({"decode": [{"concurrency": 1, "contextTokens": 1}]}, "run.yaml.decode.0.tpotMs: got nothing"),
+        ({"decode": [{"concurrency": 1, "contextTokens": 1, "tpotMs": 1.0}]}, "decode: got 1 requests .* 1 ms is less"),
+        ({"prefill": [{"promptTokens": 100_000, "seconds": 0.5}]}, "prefill: got 100,000 tokens: 500 ms is less than"),
+        ({"speed": 3}, "run.yaml.speed: got 3, expected no such field"),
+        ({"architecture": "gpt-2"}, "architecture.*'gpt-2'"),
+    ],
+)
+def test_each_wrong_field_is_named_with_a_remedy(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    run = {name: value for name, value in (by_hand() | change).items() if value is not None}
+    with pytest.raises(InvalidSpec, match=message) as raised:
+        calibrate(written(tmp_path, run))
+    assert all(problem.remedy for problem in raised.value.problems)
+
+
+def test_an_option_that_contradicts_the_file_is_refused(tmp_path: Path) -> None:
+    file = written(tmp_path, by_hand())
+    with pytest.raises(InvalidSpec, match="chip: got 'mi300x', expected 'mi325x', as the option says"):
+        calibrate(file, chip="mi325x")
+    assert calibrate(file, chip="mi300x") == 0
+    with pytest.raises(InvalidSpec, match="got no gpusPerNode, tensorParallel, expected all three"):
+        calibrate(file, nodes=2)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[1, 2]", "got list, expected an object"),
+        ("a: [", "no YAML or JSON"),
+        ('{"a": ', "no YAML or JSON"),
+        ('{"right": true, "levels": 3}', "levels: got 3, expected a list"),
+        ('{"right": true, "levels": [{"concurrency": 1}]}', "levels.0: got None and None"),
+    ],
+)
+def test_a_file_of_another_shape_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "x"
+    file.write_text(text)
+    with pytest.raises(InvalidSpec, match=message):
+        calibrate(file, chip="mi300x")
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    with pytest.raises(InvalidSpec, match=r"nowhere: got .*No such file"):
+        calibrate(tmp_path / "nowhere")
+    broken = tmp_path / "broken.yaml"
+    broken.write_text("a: [")
+    with pytest.raises(InvalidSpec, match=r"broken\.yaml: got"):
+        calibrate(written(tmp_path, by_hand()), file=[broken])
+
+
+def test_small_numbers_of_json_stay_numbers(tmp_path: Path) -> None:
+    file = tmp_path / "run.json"
+    file.write_text('{"prefill": [{"promptTokens": 1, "seconds": 1e-05}]}')
+    assert read_results(file, {}).prefill[0].seconds == 1e-05
