@@ -1,0 +1,108 @@
+"""Why shapes are no groups of a layout: the line of memory that does not fit, the sums, and the nearest that does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kimi_operator.api.deployment import Role
+from kimi_operator.errors import Problem
+from kimi_operator.planner.layout import MAX_NODES, nearest_layout
+from kimi_operator.planner.memory import GroupShape
+from kimi_operator.planner.space import Search, shapes_of
+from kimi_operator.planner.tensors import tensor_table, total_bytes
+from kimi_operator.planner.units import bytes_text
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A shape that cannot be a group of these roles."""
+
+    roles: tuple[Role, ...]
+    shape: GroupShape
+    problem: Problem
+
+
+def refusals(request: Search) -> Iterator[Refusal]:
+    """Every shape of up to all nodes that cannot be a group, in order of nodes."""
+    for nodes in range(1, request.num_nodes + 1):
+        shapes = shapes_of(request, nodes)
+        if not shapes:
+            yield _uneven(request, nodes)
+        for shape in shapes:
+            yield from _refusals_of(request, shape)
+
+
+def _uneven(request: Search, nodes: int) -> Refusal:
+    a, shape = request.architecture, GroupShape(nodes, request.profile.gpu.per_node, 1)
+    allowed = [n for n in range(1, request.num_nodes + 1) if shapes_of(request, n)]
+    remedy = f"use groups of {allowed} nodes" if allowed else "use another number of GPUs a node"
+    expected = f"ranks that divide the {a.num_experts} experts of {a.name}"
+    return Refusal(tuple(Role), shape, Problem(f"{nodes} nodes a group", f"{shape.ranks} ranks", expected, remedy))
+
+
+def _refusals_of(request: Search, shape: GroupShape) -> Iterator[Refusal]:
+    """One refusal when the GPU's memory is too small for either role, else one a role."""
+    if request.budget(shape).overflow() is not None:
+        problem = request.outcome(Role.DECODE, shape, 1)
+        assert isinstance(problem, Problem)
+        yield Refusal(tuple(Role), shape, _explained(request, Role.DECODE, shape, problem, f"a group of {shape}"))
+        return
+    for role in Role:
+        problem = request.outcome(role, shape, 1)
+        if isinstance(problem, Problem):
+            yield Refusal((role,), shape, _explained(request, role, shape, problem, f"a {role} group of {shape}"))
+
+
+def _explained(request: Search, role: Role, shape: GroupShape, problem: Problem, field: str) -> Problem:
+    """The solver's problem with the sums over the group, and with the nearest layout that fits."""
+    lines, memory, ranks = request.budget(shape).lines, request.profile.gpu.memory, shape.ranks
+    weights = ranks * sum(line.bytes for line in lines if line.is_weights)
+    reserved = ranks * sum(line.bytes for line in lines if not line.is_weights)
+    checkpoint = total_bytes(tensor_table(request.architecture))
+    got = (
+        f"{problem.got}; in the group {bytes_text(weights)} of weights (checkpoint {bytes_text(checkpoint)}) and "
+        f"{bytes_text(reserved)} reserved of {ranks} x {bytes_text(memory)} = {bytes_text(ranks * memory)}"
+    )
+    remedies = [_nearest(request, role, shape)]
+    if problem.remedy.startswith("lower"):
+        remedies.append(problem.remedy)
+    return Problem(field, got, problem.expected, ", or ".join(remedies))
+
+
+def _nearest(request: Search, role: Role, shape: GroupShape) -> str:
+    per_node = request.profile.gpu.per_node
+    near = nearest_layout(request.architecture, shape, per_node, lambda other: request.fits(role, other))
+    if near is None:
+        return f"no layout of up to {MAX_NODES} nodes fits: use GPUs with more memory"
+    beyond = f", more than the {request.num_nodes} given" if near.nodes > request.num_nodes else ""
+    return f"use the nearest layout that fits: {near}{beyond}"
+
+
+def shortage(request: Search) -> Problem | None:
+    """When each role fits some shape but not both fit the nodes together: how many nodes they need."""
+    needs = [
+        need
+        for tensor_parallel in range(1, request.profile.gpu.per_node + 1)
+        if (need := _least(request, tensor_parallel))
+    ]
+    if not needs:
+        return None
+    nodes, shapes = min(needs, key=lambda need: need[0])
+    if nodes <= request.num_nodes:
+        return None
+    expected = f"at least {nodes}: one prefill group of {shapes[0]} and one decode group of {shapes[1]}"
+    return Problem("nodes", str(request.num_nodes), expected, f"add {nodes - request.num_nodes}")
+
+
+def _least(request: Search, tensor_parallel: int) -> tuple[int, tuple[GroupShape, GroupShape]] | None:
+    """Nodes of the smallest group of each role, with equally wide lanes."""
+    smallest = []
+    for role in Role:
+        shapes = (GroupShape(n, request.profile.gpu.per_node, tensor_parallel) for n in range(1, MAX_NODES + 1))
+        fitting = next((shape for shape in shapes if request.fits(role, shape)), None)
+        if fitting is None:
+            return None
+        smallest.append(fitting)
+    prefill, decode = smallest
+    return prefill.nodes + decode.nodes, (prefill, decode)

@@ -1,0 +1,96 @@
+"""Layouts for a number of nodes: TP x DP x EP, nodes and groups of each role. Those that fit, ranked; those refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kimi_operator.api.deployment import Role
+from kimi_operator.errors import InvalidSpec, Problem
+from kimi_operator.planner.case import Limit, Solution
+from kimi_operator.planner.layout import MAX_NODES
+from kimi_operator.planner.refusals import Refusal, refusals, shortage
+from kimi_operator.planner.space import Layout, Search, block_pools, layouts, page_pools
+from kimi_operator.planner.workload import check_lengths
+
+__all__ = ["Candidate", "Layout", "Refusal", "Search", "SearchResult", "block_pools", "page_pools", "search"]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A layout that fits, with the settings of both roles."""
+
+    layout: Layout
+    prefill: Solution
+    decode: Solution
+    throughput: float | None
+    """By the caller's objective; None without one."""
+
+    @property
+    def misses(self) -> tuple[Problem, ...]:
+        """Targets and demands that it does not meet."""
+        return self.prefill.misses + self.decode.misses
+
+    @property
+    def capacity(self) -> int:
+        """Requests of the workload that decode could run at once, whatever is asked for."""
+        seqs = min(bound.max_num_seqs for bound in self.decode.bounds if bound.limit is not Limit.WORKLOAD)
+        return seqs * self.layout.lanes(Role.DECODE)
+
+
+@dataclass(frozen=True, slots=True)
+class SearchResult:
+    """Layouts that fit, best first, and shapes that do not, each with why and what would."""
+
+    objective: str
+    ranked: tuple[Candidate, ...]
+    refused: tuple[Refusal, ...]
+    shortage: Problem | None
+    """Why nothing is ranked, when it is for want of nodes."""
+
+
+def search(request: Search) -> SearchResult:
+    """All layouts on at most `num_nodes` nodes: those that meet the workload first, then by throughput or capacity.
+
+    Raises InvalidSpec when the number of nodes or the workload's lengths are out of range.
+    """
+    problems = (*_check_nodes(request.num_nodes), *check_lengths(request.workload, request.architecture.max_positions))
+    if problems:
+        raise InvalidSpec(problems)
+    ranked = sorted(_candidates(request), key=_rank)
+    objective = "requests of the workload that decode can run at once" if request.throughput is None else "throughput"
+    return SearchResult(
+        f"targets met, then {objective}, then fewest nodes", tuple(ranked), tuple(refusals(request)), shortage(request)
+    )
+
+
+def _check_nodes(num_nodes: int) -> Iterator[Problem]:
+    expected = "at least 2: prefill and decode stand on separate nodes"
+    if num_nodes < 1:
+        yield Problem("nodes", str(num_nodes), expected, "raise it")
+    if num_nodes > MAX_NODES:
+        yield Problem("nodes", f"{num_nodes:,}", f"at most {MAX_NODES}", "plan fewer nodes, and repeat the layout")
+
+
+def _rank(candidate: Candidate) -> tuple[float, ...]:
+    layout = candidate.layout
+    return (
+        len(candidate.misses),
+        -(candidate.throughput or 0.0),
+        -candidate.capacity,
+        layout.nodes,
+        -candidate.decode.max_model_len,
+        layout.decode.nodes,
+        layout.prefill.nodes,
+        layout.decode.tensor_parallel,
+    )
+
+
+def _candidates(request: Search) -> Iterator[Candidate]:
+    for layout in layouts(request):
+        prefill = request.outcome(Role.PREFILL, layout.prefill, layout.prefill_groups)
+        decode = request.outcome(Role.DECODE, layout.decode, layout.decode_groups)
+        assert isinstance(prefill, Solution), prefill
+        assert isinstance(decode, Solution), decode
+        rate = None if request.throughput is None else request.throughput(layout, prefill, decode)
+        yield Candidate(layout, prefill, decode, rate)

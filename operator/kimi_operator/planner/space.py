@@ -1,0 +1,156 @@
+"""The layouts to search: which shapes divide a model, how groups fill the nodes, and each role solved once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from kimi_operator.api.deployment import Role
+from kimi_operator.api.profile import DType, HardwareProfileSpec
+from kimi_operator.errors import Problem
+from kimi_operator.planner.architecture import Architecture
+from kimi_operator.planner.budget import BlockPool, Budget, Captures, PagePool, PoolDesign
+from kimi_operator.planner.case import Case, Solution, Timing
+from kimi_operator.planner.layout import divides
+from kimi_operator.planner.memory import (
+    ExpertFormat,
+    GroupShape,
+    page_bytes,
+    reserve_lines,
+    slot_bytes,
+    weight_lines,
+)
+from kimi_operator.planner.solve import solve
+from kimi_operator.planner.unified import block_layout
+from kimi_operator.planner.workload import Workload
+
+GRAPHS_LABEL = "captured graphs"
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Groups of both roles. Lanes are data parallel, and all ranks of a group share its experts."""
+
+    prefill: GroupShape
+    prefill_groups: int
+    decode: GroupShape
+    decode_groups: int
+
+    @property
+    def nodes(self) -> int:
+        """Nodes of all groups."""
+        return self.prefill_groups * self.prefill.nodes + self.decode_groups * self.decode.nodes
+
+    def shape(self, role: Role) -> GroupShape:
+        """Shape of a role's groups."""
+        return self.prefill if role is Role.PREFILL else self.decode
+
+    def groups(self, role: Role) -> int:
+        """Groups of a role."""
+        return self.prefill_groups if role is Role.PREFILL else self.decode_groups
+
+    def lanes(self, role: Role) -> int:
+        """Lanes of all groups of a role."""
+        return self.groups(role) * self.shape(role).lanes
+
+    def __str__(self) -> str:
+        return ", ".join(f"{role}: {self.groups(role)} x {_parallel(self.shape(role))}" for role in Role)
+
+
+def _parallel(shape: GroupShape) -> str:
+    return f"{shape.nodes} nodes (TP{shape.tensor_parallel} DP{shape.lanes} EP{shape.ranks})"
+
+
+@dataclass(frozen=True)
+class Search:
+    """What to search. One hardware profile for all nodes."""
+
+    architecture: Architecture
+    profile: HardwareProfileSpec
+    workload: Workload
+    num_nodes: int
+    design: Callable[[int], PoolDesign]
+    """tensorParallel -> how a GPU's pool is cut: `page_pools` or `block_pools`."""
+    experts: ExpertFormat = ExpertFormat.MXFP4
+    pool_bytes: int | None = None
+    captures: Captures | None = None
+    timing: Callable[[GroupShape, Role], Timing] | None = None
+    throughput: Callable[[Layout, Solution, Solution], float] | None = None
+    """(layout, prefill, decode) -> requests or tokens a second, more is better. Without it capacity ranks, and
+    then the fewest prefill groups win: capacity knows nothing of how fast prompts come."""
+    _solved: dict[tuple[Role, GroupShape, int], Solution | Problem] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def outcome(self, role: Role, shape: GroupShape, groups: int) -> Solution | Problem:
+        """One role of one layout, solved once."""
+        key = (role, shape, groups)
+        if key not in self._solved:
+            self._solved[key] = solve(self._case(role, shape, groups))
+        return self._solved[key]
+
+    def fits(self, role: Role, shape: GroupShape) -> bool:
+        """Whether a group of this shape can serve the workload's longest request."""
+        return divides(self.architecture, shape) and isinstance(self.outcome(role, shape, 1), Solution)
+
+    def budget(self, shape: GroupShape) -> Budget:
+        """Memory of a GPU of a group."""
+        lines = weight_lines(self.architecture, shape, self.experts, self.profile.runtime.dtype)
+        reserves = reserve_lines(self.profile)
+        if self.captures is not None:
+            reserves = tuple(line for line in reserves if line.label != GRAPHS_LABEL)
+        design = self.design(shape.tensor_parallel)
+        return Budget(self.profile.gpu.memory, lines + reserves, design, self.pool_bytes, self.captures)
+
+    @cached_property
+    def _served(self) -> Workload:
+        return self.workload.within(self.architecture.max_positions)
+
+    def _case(self, role: Role, shape: GroupShape, groups: int) -> Case:
+        return Case(
+            workload=self._served,
+            role=role,
+            lanes=groups * shape.lanes,
+            budget=self.budget(shape),
+            most_seqs=self.profile.limits.max_num_seqs,
+            max_positions=self.architecture.max_positions,
+            timing=None if self.timing is None else self.timing(shape, role),
+        )
+
+
+def page_pools(a: Architecture, profile: HardwareProfileSpec, kv_dtype: DType) -> Callable[[int], PoolDesign]:
+    """Pools as the bundled worker cuts them, by tensorParallel."""
+    size = profile.limits.page_size_tokens
+    page, dtype = page_bytes(a, size, kv_dtype), profile.runtime.dtype
+    return lambda tensor_parallel: PagePool(size, page, slot_bytes(a, tensor_parallel, dtype))
+
+
+def block_pools(a: Architecture, row_itemsize: int) -> Callable[[int], PoolDesign]:
+    """Pools as vLLM cuts them, by tensorParallel; rows of `row_itemsize` bytes a number."""
+    return lambda tensor_parallel: BlockPool(block_layout(a, tensor_parallel, row_itemsize))
+
+
+def layouts(request: Search) -> Iterator[Layout]:
+    """Layouts whose groups fit. Decode takes all groups that the nodes beside prefill allow: fewer serve no more."""
+    nodes, shapes = request.num_nodes, list(_shapes(request))
+    for prefill in (shape for shape in shapes if request.fits(Role.PREFILL, shape)):
+        for decode in (shape for shape in shapes if request.fits(Role.DECODE, shape)):
+            # A rank writes straight into its peer's memory, so lanes of both roles are equally wide.
+            if prefill.tensor_parallel != decode.tensor_parallel:
+                continue
+            for groups in range(1, (nodes - decode.nodes) // prefill.nodes + 1):
+                yield Layout(prefill, groups, decode, (nodes - groups * prefill.nodes) // decode.nodes)
+
+
+def _shapes(request: Search) -> Iterator[GroupShape]:
+    """Every shape of up to all nodes that divides the model evenly."""
+    for nodes in range(1, request.num_nodes + 1):
+        yield from shapes_of(request, nodes)
+
+
+def shapes_of(request: Search, nodes: int) -> list[GroupShape]:
+    """Shapes of a group of so many nodes that divide the model evenly."""
+    per_node = request.profile.gpu.per_node
+    shapes = (GroupShape(nodes, per_node, tensor_parallel) for tensor_parallel in range(1, per_node + 1))
+    return [shape for shape in shapes if divides(request.architecture, shape)]
