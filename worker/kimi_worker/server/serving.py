@@ -3,6 +3,7 @@
 import uvicorn
 from fastapi import FastAPI
 
+from kimi_worker.server.connections import BoundedProtocol
 from kimi_worker.server.listen import BACKLOG
 
 KEEP_ALIVE_S = 120
@@ -14,6 +15,8 @@ def uvicorn_config(app: FastAPI, drain_s: float) -> uvicorn.Config:
     """What is logged goes to the root logger, see `private_logs`; requests that run at the end get `drain_s`."""
     return uvicorn.Config(
         app,
+        http=BoundedProtocol,
+        ws="none",
         access_log=False,
         log_config=None,
         log_level="warning",

@@ -1,0 +1,107 @@
+"""Connections that bring no whole request: they end, and cost little until then."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+import uvicorn
+from fastapi import FastAPI, Request
+from kimi_worker.server.connections import MAX_HEAD_BYTES
+from kimi_worker.server.serving import uvicorn_config
+from raw_client import RawClient
+
+GET = b"GET /quick HTTP/1.1\r\nHost: kimi\r\n\r\n"
+
+
+@asynccontextmanager
+async def serving(idle_s: float) -> AsyncIterator[str]:
+    """An app as ours are served, that ends idle connections after this time."""
+    app = FastAPI()
+
+    @app.get("/quick")
+    async def quick() -> str:
+        return "quick"
+
+    @app.get("/slow")
+    async def slow() -> str:
+        await asyncio.sleep(3 * idle_s)  # what takes long is the point
+        return "slow"
+
+    @app.post("/early")
+    async def early(_: Request) -> str:
+        return "answered before the body has come"
+
+    config = uvicorn_config(app, 1.0)
+    config.timeout_keep_alive = idle_s
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = uvicorn.Server(config)
+        task = asyncio.create_task(server.serve(sockets=[listener]))
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            await task
+
+
+@pytest.mark.parametrize("start", [b"", b"GET /qui", GET[:-2]])
+async def test_a_connection_without_a_head_ends(start: bytes) -> None:
+    async with serving(idle_s=0.3) as url:
+        with RawClient(url) as idle:
+            await idle.send(start)
+            assert await idle.receive_all() == b""
+
+
+async def test_a_head_that_drips_in_ends() -> None:
+    async with serving(idle_s=0.3) as url:
+        with RawClient(url) as slow:
+            num_sent, answer = await slow.drip(GET[:-2] + b"x: " + b"y" * 1000)
+    assert answer == b""
+    assert num_sent < 1000
+
+
+async def test_the_rest_of_a_body_that_was_answered_is_no_reason_to_wait() -> None:
+    async with serving(idle_s=0.3) as url:
+        with RawClient(url) as slow:
+            await slow.send(b"POST /early HTTP/1.1\r\nHost: kimi\r\nContent-Length: 1000\r\n\r\n")
+            num_sent, answer = await slow.drip(b"x" * 1000)
+    assert answer.startswith(b"HTTP/1.1 200")
+    assert num_sent < 1000
+
+
+async def test_a_long_answer_is_no_idle_time() -> None:
+    async with serving(idle_s=0.3) as url:
+        with RawClient(url) as client:
+            await client.send(GET)
+            await client.receive_until(b'"quick"')
+            await client.send(GET.replace(b"quick", b"slow"))
+            assert b"slow" in await client.receive_all()
+
+
+async def test_a_head_without_end_is_refused() -> None:
+    async with serving(idle_s=60) as url:
+        with RawClient(url) as client:
+            await client.send(GET[:-2])
+            answer = asyncio.create_task(client.receive_all())
+            line = b"x: " + b"y" * 1000 + b"\r\n"
+            num_sent = 0
+            while not answer.done() and num_sent < 100 * MAX_HEAD_BYTES:
+                try:
+                    await client.send(line)
+                except ConnectionError:
+                    break
+                num_sent += len(line)
+                await asyncio.sleep(0)
+            assert (await answer).startswith(b"HTTP/1.1 400")
+    assert num_sent < 100 * MAX_HEAD_BYTES
+
+
+async def test_long_heads_and_many_requests_pass() -> None:
+    head = GET[:-2] + b"x: " + b"y" * (MAX_HEAD_BYTES - 100) + b"\r\n\r\n"
+    async with serving(idle_s=60) as url:
+        with RawClient(url) as client:
+            for _ in range(3):
+                for at in range(0, len(head), 10_000):
+                    await client.send(head[at : at + 10_000])
+                await client.receive_until(b'"quick"')
