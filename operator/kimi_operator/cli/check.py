@@ -10,17 +10,19 @@ from typing import Any
 
 from kimi_operator.planner.figures import Checked, Kind, Value, Verdict, judge
 from kimi_operator.planner.published import Given, compute
-from kimi_operator.profiles import architecture, built_in_profiles
+from kimi_operator.profiles import architecture
 from kimi_operator.profiles.figures import published_figures
+from kimi_operator.profiles.measurements import built_in_measurements
 
 ARCHITECTURE = "kimi-k3"
-NAME_WIDTH, VERDICT_WIDTH = 48, 18
+NAME_WIDTH, VERDICT_WIDTH = 48, 22
 NUMBER_WIDTHS = (17, 17, 9)
 
 
 def check(output: str) -> int:
     """Print the comparison as text or json; returns 1 when a row is missed or not computed."""
-    given = Given(architecture(ARCHITECTURE), built_in_profiles())
+    measured = built_in_measurements()
+    given = Given(architecture(ARCHITECTURE), measured.samples, {note.name: note.reason for note in measured.notes})
     rows = [judge(figure, compute(figure.path, given)) for figure in published_figures()]
     sys.stdout.write(_json(rows) if output == "json" else "\n".join(_text(rows)) + "\n")
     return 0 if all(row.is_right for row in rows) else 1

@@ -8,6 +8,10 @@ from typing import Any
 
 from kimi_operator.errors import InvalidSpec, Problem
 
+MOST = 2**24
+"""Of any size; a larger one is a slip of the keyboard."""
+MOST_LAYERS = 1024
+
 
 @dataclass(frozen=True, slots=True)
 class Vision:
@@ -83,8 +87,8 @@ def read_architecture(name: str, config: Mapping[str, Any]) -> Architecture:
     """Read a config.json. Raises InvalidSpec that names the key which is missing or wrong."""
     text = _Section(name, "text_config", config.get("text_config"))
     linear = _Section(name, "text_config.linear_attn_config", text.values.get("linear_attn_config"))
-    num_layers = text.size("num_hidden_layers")
-    return Architecture(
+    num_layers = text.size("num_hidden_layers", most=MOST_LAYERS)
+    architecture = Architecture(
         name=name,
         vocab=text.size("vocab_size"),
         hidden=text.size("hidden_size"),
@@ -99,7 +103,7 @@ def read_architecture(name: str, config: Mapping[str, Any]) -> Architecture:
         kda_heads=linear.size("num_heads"),
         kda_head=linear.size("head_dim"),
         conv_kernel=linear.size("short_conv_kernel_size"),
-        dense_layers=text.size("first_k_dense_replace"),
+        dense_layers=text.size("first_k_dense_replace", least=0),
         dense_width=text.size("intermediate_size"),
         num_experts=text.size("num_experts"),
         experts_per_token=text.size("num_experts_per_token"),
@@ -110,6 +114,22 @@ def read_architecture(name: str, config: Mapping[str, Any]) -> Architecture:
         max_positions=text.size("max_position_embeddings"),
         vision=_vision(name, config.get("vision_config")),
     )
+    _check_agreement(architecture, text)
+    return architecture
+
+
+def _check_agreement(a: Architecture, text: _Section) -> None:
+    """Sizes that are possible each, but not together."""
+    if a.dense_layers > a.num_layers:
+        raise text.refuse("first_k_dense_replace", a.dense_layers, f"at most num_hidden_layers, {a.num_layers}")
+    if a.experts_per_token > a.num_experts:
+        raise text.refuse("num_experts_per_token", a.experts_per_token, f"at most num_experts, {a.num_experts}")
+    if not 0 < a.num_mla_layers < a.num_layers:
+        expected = f"some but not all of the {a.num_layers} layers: the others are KDA layers"
+        raise text.refuse("linear_attn_config.full_attn_layers", f"{a.num_mla_layers} layers", expected)
+    for key, width in (("moe_intermediate_size", a.expert_width), ("routed_expert_hidden_size", a.latent)):
+        if width % a.quant_group or width % 2:
+            raise text.refuse(key, width, f"an even multiple of the {a.quant_group} weights that share a scale")
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,18 +149,18 @@ class _Section:
         path = f"{self.architecture}/config.json:{self.path}" + (f".{key}" if key else "")
         return InvalidSpec((Problem(path, repr(got), expected, "use the config.json of a Kimi-K3 checkpoint"),))
 
-    def size(self, key: str) -> int:
-        """A positive whole number."""
+    def size(self, key: str, *, least: int = 1, most: int = MOST) -> int:
+        """A whole number in a range."""
         value = self.values.get(key)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise self.refuse(key, value, "a positive whole number")
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+            raise self.refuse(key, value, f"a whole number from {least} to {most:,}")
         return value
 
     def pair(self, key: str) -> tuple[int, int]:
         """Two positive whole numbers."""
         value = self.values.get(key)
         match value:
-            case [int(first), int(second)] if first > 0 and second > 0:
+            case [int(first), int(second)] if 0 < first <= MOST and 0 < second <= MOST:
                 return first, second
             case _:
                 raise self.refuse(key, value, "two positive whole numbers")
@@ -149,7 +169,7 @@ class _Section:
 def _mla_layers(linear: _Section, num_layers: int) -> frozenset[int]:
     """The config counts layers from 1."""
     listed = linear.values.get("full_attn_layers")
-    if not isinstance(listed, list) or not all(isinstance(i, int) and 1 <= i <= num_layers for i in listed):
+    if not isinstance(listed, list) or not all(type(i) is int and 1 <= i <= num_layers for i in listed):
         raise linear.refuse("full_attn_layers", listed, f"a list of layers from 1 to {num_layers}")
     return frozenset(i - 1 for i in listed)
 
@@ -158,8 +178,9 @@ def _quant_group(text: _Section) -> int:
     value: Any = text.values
     for key in ("quantization_config", "config_groups", "group_0", "weights", "group_size"):
         value = value.get(key) if isinstance(value, Mapping) else None
-    if not isinstance(value, int) or value < 1:
-        raise text.refuse("quantization_config.config_groups.group_0.weights.group_size", value, "a positive number")
+    if type(value) is not int or not 1 <= value <= MOST:
+        key = "quantization_config.config_groups.group_0.weights.group_size"
+        raise text.refuse(key, value, f"a whole number from 1 to {MOST:,}")
     return value
 
 

@@ -29,7 +29,7 @@ class Verdict(StrEnum):
 
     MET = "met"
     MISSED = "MISSED"
-    NOTE = "does not reconcile"
+    NOTE = "known not to reconcile"
     NOT_COMPUTED = "not computed"
 
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import TypeAlias
 
-from kimi_operator.api.profile import DType, HardwareProfile
+from kimi_operator.api.profile import DType
 from kimi_operator.planner.architecture import Architecture
 from kimi_operator.planner.figures import Computed, Value
+from kimi_operator.planner.fit import Residual, Sample, calibrate, residuals
 from kimi_operator.planner.memory import ExpertFormat, GroupShape, row_bytes, slot_bytes, weight_lines
+from kimi_operator.planner.predict import decode_step_ms
+from kimi_operator.planner.roofline import DecodeLoad
 from kimi_operator.planner.tensors import Part, Placement, Stored, tensor_table, total_bytes
 from kimi_operator.planner.unified import UnifiedPool, block_layout
 
@@ -31,7 +35,10 @@ class Given:
     """What the computations start from."""
 
     architecture: Architecture
-    profiles: Mapping[str, HardwareProfile]
+    samples: tuple[Sample, ...]
+    """Measured times: those marked fitted give the factors, the others are predicted without having been seen."""
+    reasons: Mapping[str, str]
+    """Why figures about speed do not reconcile, by the name of the row."""
 
 
 Compute: TypeAlias = Callable[[Given], Value]
@@ -42,17 +49,20 @@ class Computation:
     """How one row is computed."""
 
     compute: Compute
-    how: str
-    reason: str = ""
+    how: str | Callable[[Given], str]
+    reason: str | Callable[[Given], str] = ""
     """For a row that does not reconcile: why."""
+
+    def __call__(self, given: Given) -> Computed:
+        """The row's value, with its texts."""
+        how, reason = (text if isinstance(text, str) else text(given) for text in (self.how, self.reason))
+        return Computed(self.compute(given), how, reason)
 
 
 def compute(path: str, given: Given) -> Computed | None:
     """The value of one row, `section.name`; None when the planner has no computation for it."""
     computation = COMPUTATIONS.get(path)
-    if computation is None:
-        return None
-    return Computed(computation.compute(given), computation.how, computation.reason)
+    return None if computation is None else computation(given)
 
 
 def _part(part: Part | None) -> Callable[[Given], int]:
@@ -122,6 +132,33 @@ def _answered(pool_bytes: int, tokens: int, max_num_seqs: int | None = None) -> 
         return EP16_TP2.lanes * (fit if max_num_seqs is None else min(fit, max_num_seqs))
 
     return requests
+
+
+@cache
+def _decode_residuals(samples: tuple[Sample, ...]) -> dict[str, Residual]:
+    found = residuals([sample for sample in samples if isinstance(sample.load, DecodeLoad)])
+    return {residual.sample.name: residual for residual in found}
+
+
+def _decode_step(name: str) -> Computation:
+    """The step of a measured point, by a factor in which it has no part unless it is a fitted one."""
+
+    def how(given: Given) -> str:
+        predicted = _decode_residuals(given.samples)[name].predicted
+        return f"{predicted.low:.1f} to {predicted.high:.1f} ms; {predicted.calibrated_on}"
+
+    return Computation(lambda given: _decode_residuals(given.samples)[name].predicted.value, how)
+
+
+def _decode_rate(given: Given, like: str, concurrency: int) -> float:
+    """Tokens a second when so many short requests decode on the hardware of a measured point, prefill left out."""
+    setup = _decode_residuals(given.samples)[like].sample.setup
+    load = DecodeLoad(concurrency, SHORT_REQUEST_TOKENS)
+    return 1e3 * concurrency / decode_step_ms(setup, load, calibrate(setup, DecodeLoad, given.samples)).value
+
+
+def _reason(name: str) -> Callable[[Given], str]:
+    return lambda given: given.reasons[name]
 
 
 _MI300X_POOL, _MI325X_POOL = 13_000_000_000, 40_000_000_000
@@ -224,6 +261,24 @@ COMPUTATIONS: dict[str, Computation] = {
     ),
     "concurrency.mi325x_running_at_floor": Computation(
         _answered(_MI325X_POOL, SHORT_REQUEST_TOKENS, max_num_seqs=64), "64 running x 8 lanes; 125 would fit a lane"
+    ),
+    "decode_tpot_ms.fit_mi325x_tp8_conc1": _decode_step("fit_mi325x_tp8_conc1"),
+    "decode_tpot_ms.mi325x_tp8_conc16": _decode_step("mi325x_tp8_conc16"),
+    "decode_tpot_ms.mi325x_2p2d_conc1": _decode_step("mi325x_2p2d_conc1"),
+    "decode_tpot_ms.mi300x_2p2d_conc1": _decode_step("mi300x_2p2d_conc1"),
+    "decode_tpot_ms.fit_mi355x_tp8_conc2": _decode_step("fit_mi355x_tp8_conc2"),
+    "decode_tpot_ms.mi355x_tp8_conc4": _decode_step("mi355x_tp8_conc4"),
+    "decode_tpot_ms.mi355x_tp8_conc8": _decode_step("mi355x_tp8_conc8"),
+    "decode_tpot_ms.mi355x_tp8_conc64": _decode_step("mi355x_tp8_conc64"),
+    "throughput.mi325x_512_tok_s": Computation(
+        lambda g: _decode_rate(g, "mi325x_2p2d_conc1", 512),
+        "512 running / predicted decode step, prefill left out",
+        reason=_reason("mi325x_512_tok_s"),
+    ),
+    "throughput.mi300x_seqs_8_to_32_at_conc128_gain": Computation(
+        lambda g: _decode_rate(g, "mi300x_2p2d_conc1", 128) / _decode_rate(g, "mi300x_2p2d_conc1", 64),
+        "128 running over 8 x 8 lanes running, predicted decode steps, prefill left out",
+        reason=_reason("mi300x_seqs_8_to_32_at_conc128_gain"),
     ),
     "correctness.needles": Computation(
         lambda _: f"{sum(NEEDLES_AT_ONCE)}/{sum(NEEDLES_AT_ONCE)}",

@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from kimi_operator.api import HardwareProfile, KimiDeploymentSpec, Role, parse
 from kimi_operator.errors import InvalidSpec
 from kimi_operator.planner import Infeasible, Plan, make_plan, plan_status, weights_bytes
@@ -264,61 +262,3 @@ def test_status_shows_limits_lines_and_the_profile_that_was_used() -> None:
 def test_planned_weights_are_the_lines_of_the_weights() -> None:
     role = fitting("mi300x-2p2d.yaml").decode
     assert weights_bytes(role) == sum(line.bytes for line in role.lines[:3])
-
-
-# what must hold for every plan
-
-MEMORY_GIB = st.integers(150, 400)
-SEQS = st.integers(1, 32)
-
-
-def k3_with_memory(memory_gib: int, seqs: int | None) -> Plan | Infeasible:
-    profile = PROFILES["mi300x"]
-    gpu = profile.spec.gpu.model_copy(update={"memory": memory_gib << 30})
-    changed = profile.model_copy(update={"spec": profile.spec.model_copy(update={"gpu": gpu})})
-    changes = {"prefill__maxNumSeqs": seqs, "decode__maxNumSeqs": seqs, "model__maxModelLen": None}
-    return make_plan(architecture("kimi-k3"), spec_of("mi300x-2p2d.yaml", **changes), changed)
-
-
-@settings(deadline=None, max_examples=30)
-@given(memory_gib=MEMORY_GIB, more=st.integers(1, 64), seqs=SEQS)
-def test_more_memory_never_gives_a_smaller_pool(memory_gib: int, more: int, seqs: int) -> None:
-    small, large = k3_with_memory(memory_gib, seqs), k3_with_memory(memory_gib + more, seqs)
-    if isinstance(small, Plan):
-        assert isinstance(large, Plan)
-        assert large.decode.num_pages >= small.decode.num_pages
-        assert large.decode.max_model_len >= small.decode.max_model_len
-
-
-@settings(deadline=None, max_examples=30)
-@given(memory_gib=MEMORY_GIB, seqs=st.integers(1, 31))
-def test_more_running_requests_never_leave_more_pages(memory_gib: int, seqs: int) -> None:
-    fewer, more = k3_with_memory(memory_gib, seqs), k3_with_memory(memory_gib, seqs + 1)
-    if isinstance(more, Plan):
-        assert isinstance(fewer, Plan)
-        assert fewer.decode.num_pages >= more.decode.num_pages
-
-
-@settings(deadline=None, max_examples=30)
-@given(memory_gib=MEMORY_GIB)
-def test_planning_a_plan_again_changes_nothing(memory_gib: int) -> None:
-    """Writing the plan's own choice into the spec gives the same pools."""
-    free = k3_with_memory(memory_gib, None)
-    if isinstance(free, Plan):
-        fixed = k3_with_memory(memory_gib, free.decode.max_num_seqs)
-        assert isinstance(fixed, Plan)
-        assert fixed.decode == free.decode
-
-
-@settings(deadline=None, max_examples=30)
-@given(memory_gib=MEMORY_GIB, seqs=st.none() | SEQS)
-def test_every_plan_holds_one_longest_request_and_stays_inside_the_gpu(memory_gib: int, seqs: int | None) -> None:
-    plan = k3_with_memory(memory_gib, seqs)
-    if isinstance(plan, Infeasible):
-        assert all(problem.remedy for problem in plan.problems)
-        return
-    role = plan.decode
-    assert role.num_pages * role.page_size_tokens >= role.max_model_len >= 1
-    assert role.num_state_slots > role.max_num_seqs
-    assert sum(line.bytes for line in role.lines) == memory_gib << 30
-    assert min(line.bytes for line in role.lines) >= 0

@@ -86,6 +86,15 @@ def test_shape_and_placement(name: str, shape: tuple[int, ...], placement: Place
         ({"linear_attn_config": {"num_heads": 4, "full_attn_layers": [0]}}, "linear_attn_config"),
         ({"linear_attn_config": 7}, "text_config.linear_attn_config"),
         ({"quantization_config": {}}, "group_size"),
+        (
+            {"hidden_size": 10**30},
+            r"text_config\.hidden_size: got 1000\d+, expected a whole number from 1 to 16,777,216",
+        ),
+        ({"hidden_size": True}, "text_config.hidden_size: got True"),
+        ({"num_hidden_layers": 10**6}, r"num_hidden_layers: got 1000000, expected a whole number from 1 to 1,024"),
+        ({"first_k_dense_replace": 6}, "first_k_dense_replace: got 6, expected at most num_hidden_layers, 5"),
+        ({"num_experts_per_token": 9}, "num_experts_per_token: got 9, expected at most num_experts, 8"),
+        ({"moe_intermediate_size": 33}, "moe_intermediate_size: got 33, expected an even multiple"),
     ],
 )
 def test_a_broken_config_is_refused_by_its_key(change: dict, field: str) -> None:
@@ -93,6 +102,20 @@ def test_a_broken_config_is_refused_by_its_key(change: dict, field: str) -> None
     broken["text_config"] |= change
     with pytest.raises(InvalidSpec, match=field):
         read_architecture("broken", broken)
+
+
+@pytest.mark.parametrize("layers", [[], [1, 2, 3, 4, 5], [True], [6], "all"])
+def test_full_attention_layers_leave_layers_of_both_kinds(layers: object) -> None:
+    broken = config("kimi-k3-tiny")
+    broken["text_config"]["linear_attn_config"]["full_attn_layers"] = layers
+    with pytest.raises(InvalidSpec, match=r"linear_attn_config\.full_attn_layers"):
+        read_architecture("broken", broken)
+
+
+def test_a_model_without_dense_layers_is_possible() -> None:
+    all_experts = config("kimi-k3-tiny")
+    all_experts["text_config"]["first_k_dense_replace"] = 0
+    assert read_architecture("sparse", all_experts).num_moe_layers == 5
 
 
 def test_a_broken_vision_config_is_refused_by_its_key() -> None:
