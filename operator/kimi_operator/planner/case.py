@@ -37,8 +37,8 @@ class Timing:
 
     decode_step_s: Callable[[int, int], float]
     """(running requests a lane, tokens that each holds) -> seconds; falls in neither."""
-    prefill_s: Callable[[int], float]
-    """Prompt tokens to compute -> seconds on an idle lane."""
+    prefill_s: Callable[[int, int], float]
+    """(prompt tokens to compute, tokens reused before them) -> seconds on an idle lane."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,6 @@ that is exact; with several, a lane that draws worse than this preempts its youn
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 
@@ -156,13 +155,13 @@ def _memory_bound(case: Case, requests: Lengths) -> Bound:
 def _time_bounds(case: Case, timing: Timing) -> Iterator[Bound]:
     work = case.workload
     if case.role is Role.DECODE and work.tpot_s is not None:
-        context = math.ceil(work.prompt.mean + work.output.mean / 2)
-        yield _tpot_bound(timing, min(context, case.max_positions), work.tpot_s)
+        yield _tpot_bound(timing, min(work.mean_context, case.max_positions), work.tpot_s)
     if case.role is Role.PREFILL and work.ttft_s is not None:
-        target, tokens = work.ttft_s, max(1, math.ceil(work.computed_prompt_tokens))
-        one_s = timing.prefill_s(tokens)
+        target, (computed, reused) = work.ttft_s, work.computed_and_reused(work.prompt.mean)
+        one_s = timing.prefill_s(computed, reused)
         seqs = most(lambda n: n * one_s <= target, 1, MOST_SEQS)
-        yield Bound(Limit.TTFT, seqs, f"prompts of {tokens:,} tokens take {one_s:.3f} s each on a lane")
+        how = f"prompts of {computed:,} tokens and {reused:,} reused take {one_s:.3f} s each on a lane"
+        yield Bound(Limit.TTFT, seqs, how)
 
 
 def _tpot_bound(timing: Timing, context: int, target_s: float) -> Bound:
@@ -216,14 +215,14 @@ def _misses(case: Case, seqs: int, limit: Limit) -> Iterator[Problem]:
     if timing is None:
         return
     if case.role is Role.DECODE and work.tpot_s is not None:
-        context = min(math.ceil(work.prompt.mean + work.output.mean / 2), case.max_positions)
+        context = min(work.mean_context, case.max_positions)
         step_s = timing.decode_step_s(1, context)
         if step_s > work.tpot_s:
             expected = f"at least {step_s:.4f} s, the step of one request of {context:,} tokens"
             yield Problem("workload.targets.tpotSeconds", f"{work.tpot_s:g}", expected, "raise it")
     if case.role is Role.PREFILL and work.ttft_s is not None:
-        tokens = max(1, math.ceil(case.requests.longest * (1 - work.reuse)))
-        longest_s = timing.prefill_s(tokens)
+        computed, reused = work.computed_and_reused(case.requests.longest)
+        longest_s = timing.prefill_s(computed, reused)
         if longest_s > work.ttft_s:
-            expected = f"at least {longest_s:.3f} s, which {tokens:,} prompt tokens take alone"
+            expected = f"at least {longest_s:.3f} s, which {computed:,} prompt tokens and {reused:,} reused take alone"
             yield Problem("workload.targets.ttftSeconds", f"{work.ttft_s:g}", expected, "raise it or shorten prompts")

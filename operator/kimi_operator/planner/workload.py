@@ -120,10 +120,16 @@ class Workload:
         """What a request holds at most on a lane of a role."""
         return self.decode_tokens if role is Role.DECODE else self.prompt
 
+    def computed_and_reused(self, prompt_tokens: Fraction | int) -> tuple[int, int]:
+        """Tokens of a prompt that prefill computes, at least one, and those that it finds in the cache."""
+        whole = math.ceil(prompt_tokens)
+        computed = max(1, math.ceil(whole * (1 - self.reuse)))
+        return computed, whole - computed
+
     @property
-    def computed_prompt_tokens(self) -> Fraction:
-        """Prompt tokens of a mean request that prefill has to compute."""
-        return self.prompt.mean * (1 - self.reuse)
+    def mean_context(self) -> int:
+        """Tokens that a mean request holds halfway through its answer."""
+        return math.ceil(self.prompt.mean + self.output.mean / 2)
 
     @property
     def running(self) -> int | None:

@@ -191,7 +191,9 @@ def test_slots_bind_short_requests_and_pages_long_ones() -> None:
 
 
 def linear(base_s: float, per_seq_s: float, per_token_s: float = 0.0) -> Timing:
-    return Timing(lambda seqs, tokens: base_s + seqs * (per_seq_s + tokens * per_token_s), lambda tokens: tokens * 1e-3)
+    return Timing(
+        lambda seqs, tokens: base_s + seqs * (per_seq_s + tokens * per_token_s), lambda new, cached: new * 1e-3
+    )
 
 
 def test_a_target_tpot_binds_and_says_which_step_it_allows() -> None:
@@ -218,7 +220,7 @@ def test_a_target_ttft_binds_prefill() -> None:
     case = case_of(work, Budget(80 * GIB, (), PAGES), timing=linear(0.07, 0.0), role=Role.PREFILL)
     assert (solved(case).max_num_seqs, solved(case).binds) == (4, Limit.TTFT)
     (miss,) = solved(replace(case, workload=replace(work, ttft_s=0.4))).misses
-    assert "at least 0.500 s, which 500 prompt tokens take alone" in miss.expected
+    assert "at least 0.500 s, which 500 prompt tokens and 500 reused take alone" in miss.expected
 
 
 def test_concurrency_beyond_all_lanes_says_how_many_lanes_it_needs() -> None:

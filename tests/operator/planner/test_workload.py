@@ -37,7 +37,7 @@ def problems_of(doc: dict[str, Any]) -> list[str]:
 def test_numbers_are_fixed_lengths_and_nothing_else_is_asked_for() -> None:
     workload = read_workload(document())
     assert (workload.prompt.points, workload.output.points) == ((2048,), (128,))
-    assert workload.decode_tokens.longest == 2176
+    assert (workload.decode_tokens.longest, workload.mean_context) == (2176, 2112)
     assert workload.tokens(Role.PREFILL).longest == 2048
     assert (workload.reuse, workload.running, workload.ttft_s, workload.tpot_s) == (0, None, None, None)
 
@@ -72,7 +72,9 @@ def test_a_rate_becomes_running_requests_by_littles_law() -> None:
 
 def test_reuse_spares_prefill_work_but_no_pages() -> None:
     fresh, reused = read_workload(document()), read_workload(document(reuse=0.75))
-    assert reused.computed_prompt_tokens == 512
+    assert fresh.computed_and_reused(2048) == (2048, 0)
+    assert reused.computed_and_reused(2048) == (512, 1536)
+    assert reused.computed_and_reused(Fraction(7, 2)) == (1, 3)
     assert reused.decode_tokens == fresh.decode_tokens
 
 

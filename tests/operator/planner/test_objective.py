@@ -1,0 +1,100 @@
+"""Times and throughput that the solver and the search get from predictions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+from kimi_operator.api.deployment import Role
+from kimi_operator.planner.case import Solution
+from kimi_operator.planner.memory import ExpertFormat, GroupShape
+from kimi_operator.planner.objective import Forecast
+from kimi_operator.planner.predict import Capacity, Request, Side, decode_step_ms, prefill_ms, throughput_curve
+from kimi_operator.planner.roofline import DecodeLoad, PrefillLoad, Setup
+from kimi_operator.planner.search import Layout, Search, block_pools, page_pools, search
+from kimi_operator.planner.workload import Workload, fixed
+from kimi_operator.profiles import architecture, built_in_profiles
+from kimi_operator.profiles.measurements import built_in_measurements, calibration_for
+
+K3 = architecture("kimi-k3")
+PROFILE = built_in_profiles()["mi325x"]
+ENGINE = built_in_measurements().engines["vllm-int4"]
+EP16 = GroupShape(2, 8, 2)
+WORK = Workload(fixed(2048), fixed(128))
+
+
+def setup_of(shape: GroupShape, role: Role) -> Setup:
+    return Setup(K3, built_in_measurements().chip(PROFILE), shape, ENGINE)
+
+
+DECODE = calibration_for(setup_of(EP16, Role.DECODE), DecodeLoad, None)
+PREFILL = calibration_for(setup_of(EP16, Role.PREFILL), PrefillLoad, None)
+
+
+def forecast(workload: Workload = WORK) -> Forecast:
+    return Forecast(workload, setup_of, DECODE, PREFILL, PROFILE.spec.limits.prefill_batched_tokens)
+
+
+def search_of(workload: Workload, num_nodes: int) -> Search:
+    return Search(
+        K3, PROFILE.spec, workload, num_nodes, block_pools(K3, 1), ExpertFormat.INT4, pool_bytes=40_000_000_000
+    )
+
+
+def test_times_are_those_that_predictions_show() -> None:
+    timing, setup = forecast().timing(EP16, Role.DECODE), setup_of(EP16, Role.DECODE)
+    step = decode_step_ms(setup, DecodeLoad(64 * EP16.lanes, 2112), DECODE)
+    assert timing.decode_step_s(64, 2112) == pytest.approx(step.value / 1e3)
+    assert timing.prefill_s(50_000, 0) == pytest.approx(prefill_ms(setup, PrefillLoad(50_000), PREFILL).value / 1e3)
+
+
+def test_throughput_is_that_of_the_curve_where_all_lanes_are_full() -> None:
+    request = replace(search_of(WORK, 4), throughput=forecast().throughput)
+    layout = Layout(EP16, 1, EP16, 1)
+    decode = request.outcome(Role.DECODE, EP16, 1)
+    prefill = request.outcome(Role.PREFILL, EP16, 1)
+    assert isinstance(decode, Solution)
+    assert isinstance(prefill, Solution)
+    assert decode.running == 512
+    sides = Side(setup_of(EP16, Role.DECODE), DECODE), Side(setup_of(EP16, Role.PREFILL), PREFILL)
+    held = Capacity(max_num_seqs=64, num_pages=64, page_size_tokens=2176)
+    (point,) = throughput_curve(sides[0], held, Request(2048, 128), [4096], sides[1])
+    assert forecast().throughput(layout, prefill, decode) == pytest.approx(point.tokens_per_second.value)
+
+
+def test_long_answers_earn_more_decode_groups_than_long_prompts() -> None:
+    best = {}
+    for name, work in (
+        ("prompts", Workload(fixed(20_000), fixed(100))),
+        ("answers", Workload(fixed(500), fixed(8000))),
+    ):
+        result = search(replace(search_of(work, 12), throughput=forecast(work).throughput))
+        best[name] = result.ranked[0].layout
+    assert best["prompts"].lanes(Role.PREFILL) > best["prompts"].lanes(Role.DECODE)
+    assert best["answers"].lanes(Role.DECODE) > best["answers"].lanes(Role.PREFILL)
+
+
+def test_reuse_frees_prefill_lanes_for_decode() -> None:
+    def decode_nodes(reuse: str) -> int:
+        work = replace(Workload(fixed(20_000), fixed(400)), reuse=Fraction(reuse))
+        layout = search(replace(search_of(work, 12), throughput=forecast(work).throughput)).ranked[0].layout
+        return layout.decode_groups * layout.decode.nodes
+
+    assert decode_nodes("0.95") > decode_nodes("0")
+
+
+def test_a_target_tpot_is_met_by_the_layouts_that_come_first() -> None:
+    work = replace(WORK, tpot_s=0.060)
+    request = search_of(work, 4)
+    request = replace(
+        request, design=page_pools(K3, PROFILE.spec, PROFILE.spec.runtime.kv_cache_dtype), pool_bytes=None
+    )
+    ahead = forecast(work)
+    result = search(replace(request, timing=ahead.timing, throughput=ahead.throughput))
+    met = [candidate for candidate in result.ranked if not candidate.misses]
+    assert met == list(result.ranked[: len(met)])
+    assert met
+    for candidate in met:
+        timing = ahead.timing(candidate.layout.decode, Role.DECODE)
+        assert timing.decode_step_s(candidate.decode.max_num_seqs, work.mean_context) <= 0.060
