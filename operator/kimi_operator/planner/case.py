@@ -111,3 +111,9 @@ class Stretch:
     seqs_at_first: int
     """Requests of a lane; 0 where not even one meets the target TPOT."""
     seqs_at_last: int
+
+    def __str__(self) -> str:
+        seqs = f"{self.seqs_at_first:,}"
+        if self.seqs_at_last != self.seqs_at_first:
+            seqs += f" down to {self.seqs_at_last:,}"
+        return f"{self.binds} bind from {self.first_tokens:,} to {self.last_tokens:,} tokens a request: {seqs} a lane"

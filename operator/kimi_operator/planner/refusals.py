@@ -65,7 +65,7 @@ def _explained(request: Search, role: Role, shape: GroupShape, problem: Problem,
         f"{bytes_text(reserved)} reserved of {ranks} x {bytes_text(memory)} = {bytes_text(ranks * memory)}"
     )
     remedies = [_nearest(request, role, shape)]
-    if problem.remedy.startswith("lower"):
+    if request.budget(shape).overflow() is None:
         remedies.append(problem.remedy)
     return Problem(field, got, problem.expected, ", or ".join(remedies))
 

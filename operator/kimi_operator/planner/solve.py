@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from kimi_operator.api.deployment import Role
 from kimi_operator.errors import Problem
-from kimi_operator.planner.budget import PoolDesign
+from kimi_operator.planner.budget import Budget, PoolDesign
 from kimi_operator.planner.case import Bound, Case, Limit, Solution, Stretch, Timing
 from kimi_operator.planner.memory import MemoryLine
 from kimi_operator.planner.units import bytes_text, ceil_div
@@ -200,10 +200,17 @@ def _refusal(case: Case) -> Problem | None:
     if budget.design.units(longest) <= units:
         return None
     got = f"a request of {longest:,} tokens: {budget.design.units(longest):,} {budget.design.unit}"
-    held = budget.design.longest(units)
-    remedy = f"lower it to {held:,} tokens" if held else "use more GPUs a group, or GPUs with more memory"
     expected = f"at most {units:,}, which {bytes_text(max(0, budget.pool(1)))} of pool hold beside one request's state"
-    return Problem(f"{field} longest request", got, expected, remedy)
+    return Problem(f"{field} longest request", got, expected, _shorten(budget, longest, units))
+
+
+def _shorten(budget: Budget, longest: int, num_units: int) -> str:
+    held = budget.design.longest(num_units)
+    remedies = [f"lower it to {held:,} tokens"] if held else []
+    needed = budget.design.fixed_bytes(1) + budget.design.units(longest) * budget.design.unit_bytes
+    if budget.pool_bytes is not None and needed <= budget.free - budget.graphs_bytes(1):
+        remedies.append(f"raise the pool to {needed:,} B")
+    return " or ".join(remedies) or "use more GPUs a group, or GPUs with more memory"
 
 
 def _misses(case: Case, seqs: int, limit: Limit) -> Iterator[Problem]:

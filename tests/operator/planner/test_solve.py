@@ -73,6 +73,7 @@ def test_published_settings_bind_up_to_the_context_that_their_pool_holds(
     assert after[-1].binds is Limit.PAGES
     assert after[0].first_tokens == reach + 1
     assert after[0].seqs_at_first < max_num_seqs
+    assert str(lanes) == f"lanes bind from 1 to {reach:,} tokens a request: {max_num_seqs} a lane"
 
 
 @pytest.mark.parametrize(
@@ -106,7 +107,7 @@ def test_the_longest_request_of_the_published_pools() -> None:
     problem = refused(published("mi300x", 1_000_000))
     assert "177 blocks" in problem.got
     assert "at most 163" in problem.expected
-    assert problem.remedy == "lower it to 921,600 tokens"
+    assert problem.remedy == "lower it to 921,600 tokens or raise the pool to 14,093,844,480 B"
 
 
 def test_where_the_published_settings_leave_memory_unused() -> None:
@@ -257,6 +258,11 @@ def test_a_pool_larger_than_what_is_free_is_refused() -> None:
 def test_a_gpu_without_room_for_one_request_is_refused() -> None:
     problem = refused(case_of(requests_of(10), Budget(PAGES.slot_bytes, (), PAGES)))
     assert "GPUs with more memory" in problem.remedy
+
+
+def test_a_stated_pool_of_nothing_says_how_large_it_must_be() -> None:
+    problem = refused(case_of(requests_of(10), Budget(FREE_MI300X, (), BLOCKS, 0)))
+    assert problem.remedy == f"raise the pool to {4 * BLOCKS.unit_bytes:,} B"
 
 
 @pytest.mark.parametrize("field", ["lanes", "most_seqs", "max_positions"])
