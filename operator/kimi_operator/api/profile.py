@@ -51,6 +51,11 @@ class HostPathType(StrEnum):
     ANY = ""
 
 
+def _bytes(field: str) -> str:
+    """CEL: a field of bytes, which may be a number or a text, as a quantity."""
+    return f"quantity(string({field}))"
+
+
 class ComputePartition(StrEnum):
     """Into how many GPUs a card's compute dies are split, as AMD names it."""
 
@@ -185,6 +190,10 @@ class GpuSpec(ApiModel):
             rule(
                 "!has(self.card) || !has(self.computeUnits) || self.computeUnits <= self.card.computeUnits",
                 "computeUnits of a GPU cannot be more than those of its card",
+            ),
+            rule(
+                f"!has(self.card) || {_bytes('self.memory')}.compareTo({_bytes('self.card.memory')}) <= 0",
+                "memory of a GPU cannot be more than that of its card",
             ),
             rule(
                 "has(self.card) || !has(self.partition) || !has(self.partition.compute) || "
@@ -351,8 +360,28 @@ def _of_field_or_section(table: dict[str, _Value], path: str) -> _Value | None:
     return table.get(path)
 
 
+_RESERVES = ("contexts", "symmetricHeap", "activations", "graphs", "staging", "margin")
+_RESERVED = "quantity('0')" + "".join(f".add({_bytes(f'self.reserve.{name}')})" for name in _RESERVES)
+
+
 class HardwareProfileSpec(ApiModel):
     """One class of nodes."""
+
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            # The label is rounded to whole GiB.
+            rule(
+                "!has(self.match) || !has(self.match.vram) || "
+                f"{_bytes('self.gpu.memory')}.compareTo({_bytes('self.match.vram')}.add(quantity('512Mi'))) <= 0",
+                "gpu.memory cannot be more than match.vram",
+            ),
+            # On a CPU gpu.memory is a budget that somebody chose, and the plan says what does not fit it.
+            rule(
+                f"self.runtime.device == 'cpu' || {_RESERVED}.compareTo({_bytes('self.gpu.memory')}) < 0",
+                "reserves must leave some of gpu.memory to weights and pools",
+            ),
+        )
+    )
 
     match: MatchSpec = Field(default_factory=MatchSpec, description="How its nodes are recognised.")
     gpu: GpuSpec = Field(description="The GPU.")

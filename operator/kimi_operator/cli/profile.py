@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
 import subprocess
@@ -27,13 +26,11 @@ Output = Literal["text", "json", "yaml"]
 Files = Annotated[list[Path] | None, Parameter(name=["--file", "-f"], allow_leading_hyphen=True, negative=())]
 Format = Annotated[Output, Parameter(name=["--output", "-o"])]
 
-CALIBRATE = "kimi_operator.cli.calibrate"
 KUBECTL_TIMEOUT_S = 30.0
 STANDARD_INPUT = "-"
 
-app = App(name="profile", help="Show hardware profiles, and draft new ones from nodes.")
-if importlib.util.find_spec(CALIBRATE) is not None:
-    app.command(f"{CALIBRATE}:calibrate", name="calibrate")
+app = App(name="profile", help="Show hardware profiles, draft new ones from nodes, and calibrate them.")
+app.command("kimi_operator.cli.calibrate:calibrate", name="calibrate")
 
 
 @app.command(name="list")

@@ -140,24 +140,20 @@ def test_rules_that_the_api_server_checks() -> None:
         "!has(self.vram)",
         "!has(self.virtualDeviceIds)",
     ]
-    assert len(rules_of("spec", "gpu")) == 2
+    assert len(rules_of("spec", "gpu")) == 3
     assert "read_back" in rules_of("spec", "fabric")[0]
+    memory, reserve = rules_of("spec")
+    assert "self.match.vram" in memory
+    assert all(f"self.reserve.{name}" in reserve for name in dump(built_in_profiles()["mi300x"].spec.reserve))
 
 
-def test_rules_read_no_field_that_may_be_absent_without_asking() -> None:
+OPTIONAL = "match match.vram vram deviceIds virtualDeviceIds card computeUnits partition transport fence".split()
+
+
+@pytest.mark.parametrize("path", [("spec",), ("spec", "match"), ("spec", "gpu"), ("spec", "fabric")])
+def test_rules_read_no_field_that_may_be_absent_without_asking(path: tuple[str, ...]) -> None:
     """The API server tries a default before it fills in fields, and a rule about an absent field fails."""
-    for section in ("match", "gpu", "fabric"):
-        for rule in rules_of("spec", section):
-            optional = (
-                "vram",
-                "deviceIds",
-                "virtualDeviceIds",
-                "card",
-                "computeUnits",
-                "partition",
-                "transport",
-                "fence",
-            )
-            for field in optional:
-                if f"self.{field}" in rule:
-                    assert f"has(self.{field})" in rule, rule
+    for rule in rules_of(*path):
+        for field in OPTIONAL:
+            if f"self.{field}" in rule:
+                assert f"has(self.{field})" in rule, rule
