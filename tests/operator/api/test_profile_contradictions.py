@@ -147,7 +147,10 @@ def test_rules_that_the_api_server_checks() -> None:
     assert all(f"self.reserve.{name}" in reserve for name in dump(built_in_profiles()["mi300x"].spec.reserve))
 
 
-OPTIONAL = "match match.vram vram deviceIds virtualDeviceIds card computeUnits partition transport fence".split()
+# fmt: off
+OPTIONAL = ("match", "match.vram", "vram", "deviceIds", "virtualDeviceIds", "card", "computeUnits", "partition",
+            "transport", "fence")
+# fmt: on
 
 
 @pytest.mark.parametrize("path", [("spec",), ("spec", "match"), ("spec", "gpu"), ("spec", "fabric")])
