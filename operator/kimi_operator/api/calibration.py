@@ -8,7 +8,8 @@ from pydantic import Field, StringConstraints
 
 from kimi_operator.api.base import ApiModel
 
-Factor = Annotated[float, Field(gt=0, le=1_000_000, allow_inf_nan=False)]
+# Not gt=0: a CRD's schema has no number for an open bound.
+Factor = Annotated[float, Field(ge=1e-6, le=1_000_000, allow_inf_nan=False)]
 Percent = Annotated[float, Field(ge=0, le=1_000_000, allow_inf_nan=False)]
 
 

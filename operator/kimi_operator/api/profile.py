@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 from pydantic import ConfigDict, Field, StringConstraints, model_validator
 
 from kimi_operator.api.base import API_VERSION, ApiModel, Bytes, dump, rule, rules
+from kimi_operator.api.calibration import CalibrationSpec
 from kimi_operator.api.contradictions import contradictions
 from kimi_operator.api.deployment import Transport
 from kimi_operator.api.meta import ObjectMeta
@@ -391,6 +392,9 @@ class HardwareProfileSpec(ApiModel):
     pod: ProfilePodSpec = Field(default_factory=ProfilePodSpec, description="What a worker pod needs.")
     limits: LimitsSpec = Field(default_factory=LimitsSpec, description="Bounds of the planner.")
     timeouts: TimeoutsSpec = Field(default_factory=TimeoutsSpec, description="How long things may take.")
+    calibration: CalibrationSpec | None = Field(
+        default=None, description="Measured speed, as `kimictl profile calibrate` prints it; built-in data when absent."
+    )
     worker: WorkerSpec | None = Field(
         default=None, description="What the bundled worker can do here; follows from gpu.architecture when absent."
     )

@@ -10,6 +10,7 @@ from kimi_operator.api import HardwareProfile, dump, parse
 from kimi_operator.api.crd import PROFILE_FOLDER
 from kimi_operator.api.deployment import KimiDeploymentSpec
 from kimi_operator.api.profile import Basis, WorkerSpec, WorkerSupport
+from kimi_operator.errors import InvalidSpec
 from kimi_operator.planner import Plan, make_plan
 from kimi_operator.planner.memory import reserve_lines
 from kimi_operator.profiles import architecture, built_in_profiles
@@ -171,3 +172,25 @@ def test_kimi_k3_fits_in_two_nodes_a_role(name: str) -> None:
         },
     )
     assert isinstance(make_plan(architecture("kimi-k3"), spec, BUILT_IN[name]), Plan)
+
+
+# measured speed
+
+
+def test_a_calibration_is_part_of_a_profile() -> None:
+    document = dump(BUILT_IN["mi300x"])
+    document["spec"]["calibration"] = {
+        "decodeFactor": 1.71,
+        "decodeBandPercent": 25.0,
+        "measuredOn": "2P2D, 1 December",
+    }
+    calibration = parse(HardwareProfile, document).spec.calibration
+    assert calibration is not None
+    assert (calibration.engine, calibration.decode_factor, calibration.prefill_factor) == ("kimi-worker", 1.71, None)
+    document["spec"]["calibration"] = {"decodeFactor": 0}
+    with pytest.raises(InvalidSpec) as error:
+        parse(HardwareProfile, document)
+    assert [(problem.field, problem.got) for problem in error.value.problems] == [
+        ("spec.calibration.decodeFactor", "0"),
+        ("spec.calibration.measuredOn", "nothing"),
+    ]
