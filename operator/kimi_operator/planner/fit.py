@@ -110,7 +110,7 @@ def calibrate(setup: Setup, phase: type[DecodeLoad | PrefillLoad], samples: Iter
     return Calibration(
         anchors=tuple(sample.anchor for sample in chosen),
         error=error,
-        text=f"factor {factor:.3f} fitted on {names}{where}; {held}",
+        text=f"factor {factor:.3f} fitted on {names}{where}; band: {held}, and refits over what is assumed",
     )
 
 

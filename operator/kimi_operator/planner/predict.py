@@ -76,7 +76,9 @@ class Calibration:
 
     def factor(self, constants: Constants = ASSUMED) -> float:
         """Geometric mean of measured over roofline: the least squares of relative errors."""
-        return _factor(self, constants) if self.anchors else self.stated_factor
+        if not self.anchors:
+            return self.stated_factor
+        return statistics.geometric_mean([a.measured_s / roofline_s(a.setup, a.load, constants) for a in self.anchors])
 
 
 def roofline_terms(setup: Setup, load: DecodeLoad | PrefillLoad, constants: Constants = ASSUMED) -> tuple[Term, ...]:
@@ -123,8 +125,8 @@ def _predict(setup: Setup, load: DecodeLoad | PrefillLoad, calibration: Calibrat
     value = calibration.factor() * sum(term.seconds for term in terms)
     spread = [value]
     if calibration.anchors:
-        corners = _corners(_VARIED[type(load)])
-        spread += [calibration.factor(constants) * roofline_s(setup, load, constants) for constants in corners]
+        corners = _refits(calibration, _VARIED[type(load)])
+        spread += [factor * roofline_s(setup, load, constants) for constants, factor in corners]
     margin = math.exp(calibration.error)
     return Prediction(
         value=value,
@@ -137,18 +139,13 @@ def _predict(setup: Setup, load: DecodeLoad | PrefillLoad, calibration: Calibrat
 
 
 @cache
-def _corners(names: tuple[str, ...]) -> tuple[Constants, ...]:
-    return tuple(
+def _refits(calibration: Calibration, names: tuple[str, ...]) -> tuple[tuple[Constants, float], ...]:
+    """Every combination of least and most of these constants, with the factor that the anchors then give."""
+    corners = (
         replace(ASSUMED, **dict(zip(names, values, strict=True)))
         for values in itertools.product(*(ASSUMED_RANGES[name] for name in names))
     )
-
-
-@cache
-def _factor(calibration: Calibration, constants: Constants) -> float:
-    return statistics.geometric_mean(
-        [a.measured_s / roofline_s(a.setup, a.load, constants) for a in calibration.anchors]
-    )
+    return tuple((constants, calibration.factor(constants)) for constants in corners)
 
 
 @dataclass(frozen=True, slots=True)

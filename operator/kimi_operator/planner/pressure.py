@@ -142,7 +142,7 @@ def _peak(intervals: Sequence[tuple[float, float, int]], start_s: float, end_s: 
     """Largest sum of the amounts whose half-open intervals share a moment of [start, end), by a sweep."""
     changes = []
     for first_s, last_s, amount in intervals:
-        if first_s < last_s and first_s < end_s and last_s > start_s:
+        if first_s < end_s and last_s > start_s:
             changes += [(max(first_s, start_s), amount), (last_s, -amount)]
     level = peak = 0
     # negative amounts sort first: what ends at a moment is gone before another begins at it

@@ -160,13 +160,11 @@ def decode_terms(setup: Setup, load: DecodeLoad, constants: Constants = ASSUMED)
     weights, cache = _weight_bytes(setup), rows * (_rows_bytes(setup, load.context_tokens) + 2 * _state_bytes(setup))
     hit = distinct_experts(a.num_experts, a.experts_per_token, load.concurrency)
     experts = _expert_bytes(setup, hit)
-    at = f"at {bandwidth / 1e12:.2f} TB/s ({constants.hbm_share:.0%} of peak)"
+    at = f"GB at {bandwidth / 1e12:.3g} TB/s ({constants.hbm_share:.0%} of peak)"
     return (
-        Term("weights", weights / bandwidth, f"{weights / 1e9:.2f} GB that every step reads, {at}"),
-        Term("routed experts", experts / bandwidth, f"{experts / 1e9:.2f} GB: {hit:.1f} experts a layer hit, {at}"),
-        Term(
-            "cache", cache / bandwidth, f"{cache / 1e9:.2f} GB: rows of {rows} requests, states read and written, {at}"
-        ),
+        Term("weights", weights / bandwidth, f"{weights / 1e9:.2f} {at}, every step"),
+        Term("routed experts", experts / bandwidth, f"{experts / 1e9:.2f} {at}, {hit:.1f} experts a layer hit"),
+        Term("cache", cache / bandwidth, f"{cache / 1e9:.2f} {at}: rows read, states read and written, of {rows}"),
         *_latency_terms(setup, rows, constants),
     )
 

@@ -112,8 +112,13 @@ def test_an_error_counts_for_its_own_step_and_for_all_that_are_farther() -> None
     same_isa = sample(on("b"), 64, 1.5, Use.HELD_OUT)
     foreign = sample(on("a", engine="new"), 64, 2.0, Use.HELD_OUT)
     everything = [*fitted, own, same_isa, foreign]
-    errors = [calibrate(setup, DecodeLoad, everything).error for setup in (on("a"), on("b"), on("a", engine="new"))]
+    setups = on("a"), on("b"), on("a", engine="new")
+    errors = [calibrate(setup, DecodeLoad, everything).error for setup in setups]
     assert errors == pytest.approx([math.log(x / 1.2) for x in (1.3, 1.5, 2.0)])
+    # far off close by: what is farther away cannot be surer
+    everything[2] = sample(on("a"), 64, 3.0, Use.HELD_OUT)
+    errors = [calibrate(setup, DecodeLoad, everything).error for setup in setups]
+    assert errors == pytest.approx([math.log(3.0 / 1.2)] * 3)
     nearness = {r.sample.name: r.nearness for r in residuals(everything)}
     assert nearness[own.name] is Nearness.OWN
     assert nearness[same_isa.name] is Nearness.SAME_ISA

@@ -381,6 +381,7 @@ def test_pages_bind_where_contexts_are_long() -> None:
     curve = throughput_curve(Side(DECODE, FACTOR_2), small, Request(30_000, 2_000), [8, 16, 64])
     assert [point.running for point in curve] == [8, 16, 16], "two requests of 500 pages a lane"
     assert curve[-1].binds == "KV pages"
+    assert replace(small, max_num_seqs=2).running(Request(30_000, 2_000)) == (2, "maxNumSeqs"), "as many as pages hold"
     with pytest.raises(ValueError, match="1,000 pages do not hold one request of 70,000 tokens"):
         throughput_curve(Side(DECODE, FACTOR_2), small, Request(69_000, 1_000), [1])
 

@@ -26,6 +26,7 @@ ROOMY = Service(
     max_context=100_000,
 )
 TIGHT = replace(ROOMY, num_pages=90, max_running=5, prefill_lanes=2, max_context=3000)
+FEW = replace(ROOMY, max_running=3)
 
 
 @dataclass
@@ -106,7 +107,7 @@ def as_rows(replayed: Replayed) -> list[tuple[float, ...]]:
     )
 
 
-@pytest.mark.parametrize("service", [ROOMY, TIGHT], ids=["roomy", "tight"])
+@pytest.mark.parametrize("service", [ROOMY, TIGHT, FEW], ids=["roomy", "tight", "few"])
 @pytest.mark.parametrize("seed", range(12))
 def test_replay_agrees_with_the_simulation_that_scans(seed: int, service: Service) -> None:
     sessions = draw(AGENTS, seed)
