@@ -20,7 +20,8 @@ from kimi_operator.cli.results import STANDARD_INPUT, Results, read_results
 from kimi_operator.errors import InvalidSpec, Problem
 from kimi_operator.planner.fit import Change, Sample, Use, refit
 from kimi_operator.planner.roofline import DecodeLoad, PrefillLoad, Setup, Split
-from kimi_operator.profiles import architecture, built_in_profiles
+from kimi_operator.profiles import architecture as built_in_architecture
+from kimi_operator.profiles import built_in_profiles
 from kimi_operator.profiles.measurements import (
     MODEL,
     WORKER,
@@ -50,6 +51,7 @@ def calibrate(  # noqa: PLR0913 - the options of a command
     *,
     chip: str | None = None,
     engine: str | None = None,
+    architecture: str | None = None,
     nodes: int | None = None,
     gpus_per_node: int | None = None,
     tensor_parallel: int | None = None,
@@ -70,6 +72,8 @@ def calibrate(  # noqa: PLR0913 - the options of a command
         Hardware profile of the GPUs that were measured, where the file does not say it.
     engine
         Software that was measured; kimi-worker by default.
+    architecture
+        Model that was served; kimi-k3 by default, kimi-k3-tiny for the tiny one.
     nodes
         Nodes of a group; with gpus-per-node and tensor-parallel, where the file states no layout.
     gpus_per_node
@@ -84,7 +88,7 @@ def calibrate(  # noqa: PLR0913 - the options of a command
         text, json, or yaml: the fragment alone.
     """
     layout = _layout(nodes, gpus_per_node, tensor_parallel)
-    options = {"chip": chip, "engine": engine, "layout": layout, "groups": groups}
+    options = {"chip": chip, "engine": engine, "architecture": architecture, "layout": layout, "groups": groups}
     read = read_results(results, {name: value for name, value in options.items() if value is not None})
     done = _calibrate(read, _profiles(file or []), str(results))
     fragment = _fragment(done)
@@ -134,7 +138,7 @@ def _calibrate(results: Results, profiles: Mapping[str, HardwareProfile], where:
         remedy = "state it, or --nodes, --gpus-per-node and --tensor-parallel"
         raise _refuse(f"{where}: layout", "nothing", "nodes, gpusPerNode and tensorParallel", remedy)
     published, profile = built_in_measurements(), profiles[results.chip]
-    model = architecture(results.architecture)
+    model = built_in_architecture(results.architecture)
     check_layout(model, results.layout.shape, where)
     is_worker = results.engine == WORKER
     setup = Setup(
@@ -152,7 +156,7 @@ def _calibrate(results: Results, profiles: Mapping[str, HardwareProfile], where:
         try:
             changes[name] = refit(measured, calibration_for(setup, PHASES[name], own), published.samples)
         except ValueError as error:
-            remedy = "check units, layout and chip, and that the profile states the chip's bandwidth and FLOPs"
+            remedy = "check units, model, layout and chip, and the bandwidth and FLOPs in the profile"
             raise _refuse(f"{where}: {name}", str(error), "a time that the chip can reach", remedy) from error
     return Calibrated(results, profile.metadata.name, setup, samples, changes)
 

@@ -87,11 +87,11 @@ def test_json_holds_everything_the_text_says(tmp_path: Path, capsys: pytest.Capt
     assert found["fragment"]["spec"]["calibration"]["prefillFactor"] > 1
 
 
-def needle_run() -> Run:
+def needle_run(factor: float = 2.0) -> Run:
     """As the command makes it: 1 and 8 at once, answers of 20 tokens."""
     levels = []
     for concurrency in (1, 8):
-        step_s = step_ms(concurrency, (1000 + 3000 + NEEDLE_ANSWER_TOKENS) // 2, 2.0) / 1e3
+        step_s = step_ms(concurrency, (1000 + 3000 + NEEDLE_ANSWER_TOKENS) // 2, factor) / 1e3
         rows = []
         for number in range(concurrency):
             answer = Answer(text="123456", token_ids=list(range(20)), ttft_s=1.0, last_s=1.0 + 19 * step_s)
@@ -110,6 +110,15 @@ def test_a_needle_run_is_taken_as_it_was_saved(tmp_path: Path, capsys: pytest.Ca
     assert found["spec"]["calibration"]["decodeFactor"] == pytest.approx(2.0, rel=0.001)
     assert "needles at http://k3" in found["spec"]["calibration"]["measuredOn"]
     assert NEEDLE_ANSWER_TOKENS == ANSWER_TOKENS
+
+
+def test_a_needle_run_of_the_tiny_model_needs_its_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = written(tmp_path, needle_document(needle_run(0.05)), "needle.json")
+    options = {"chip": "mi300x", "nodes": 1, "gpus_per_node": 1, "tensor_parallel": 1}
+    with pytest.raises(InvalidSpec, match=r"needle\.json: decode: got 1 requests at 2,032 tokens"):
+        calibrate(file, **options)
+    assert calibrate(file, architecture="kimi-k3-tiny", **options) == 0
+    assert "says little about kimi-k3" in capsys.readouterr().err
 
 
 def test_a_needle_run_with_a_wrong_answer_is_no_measurement(tmp_path: Path) -> None:
