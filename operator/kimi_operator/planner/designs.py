@@ -7,11 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kimi_operator.planner.architecture import Architecture
+from kimi_operator.planner.budget import BlockPool, PagePool, PoolDesign
 from kimi_operator.planner.memory import ITEMSIZE
 from kimi_operator.planner.plan import Plan, RolePlan
-from kimi_operator.planner.pools import num_slots
-from kimi_operator.planner.unified import BlockLayout, UnifiedPool, block_layout
-from kimi_operator.planner.units import ceil_div
+from kimi_operator.planner.unified import BlockLayout, block_layout
 
 SHORTEST_CONTEXT, NEXT_CONTEXT = 1024, 4
 
@@ -49,14 +48,26 @@ def compare_designs(a: Architecture, plan: Plan, role: RolePlan) -> Designs:
     """The pool of a planned role, beside unified blocks in the same bytes."""
     pool_bytes = role.num_pages * role.page_bytes + role.num_state_slots * role.slot_bytes
     layout = block_layout(a, role.ranks // role.lanes, ITEMSIZE[plan.kv_cache_dtype], ITEMSIZE[plan.dtype])
-    unified = UnifiedPool(layout, pool_bytes)
+    apart, unified = PagePool(role.page_size_tokens, role.page_bytes, role.slot_bytes), BlockPool(layout)
+
+    def row(context: int) -> DesignRow:
+        pages = apart.units(context)
+        return DesignRow(
+            context_tokens=context,
+            planned=min(role.max_num_seqs, role.num_pages // pages),
+            apart=_most(apart, pool_bytes, context),
+            apart_request_bytes=pages * role.page_bytes + role.slot_bytes,
+            unified=_most(unified, pool_bytes, context),
+            unified_request_bytes=layout.request_bytes(context),
+        )
+
     return Designs(
         pool_bytes=pool_bytes,
         layout=layout,
-        num_blocks=unified.num_blocks,
-        longest_apart=(pool_bytes - num_slots(1) * role.slot_bytes) // role.page_bytes * role.page_size_tokens,
-        longest_unified=unified.longest_request,
-        rows=tuple(_row(role, unified, context) for context in _contexts(role.max_model_len)),
+        num_blocks=pool_bytes // layout.block_bytes,
+        longest_apart=_longest(apart, pool_bytes),
+        longest_unified=_longest(unified, pool_bytes),
+        rows=tuple(row(context) for context in _contexts(role.max_model_len)),
     )
 
 
@@ -68,19 +79,15 @@ def _contexts(longest: int) -> Iterator[int]:
     yield longest
 
 
-def _row(role: RolePlan, unified: UnifiedPool, context: int) -> DesignRow:
-    pages = ceil_div(context, role.page_size_tokens)
-    request_pages_bytes = pages * role.page_bytes
-    most = unified.pool_bytes // (request_pages_bytes + role.slot_bytes)
+def _most(design: PoolDesign, pool_bytes: int, context: int) -> int:
+    """Requests of one context that fit at once, when the pool is cut for them."""
+    request_bytes = design.units(context) * design.unit_bytes
 
     def taken(seqs: int) -> int:
-        return seqs * request_pages_bytes + num_slots(seqs) * role.slot_bytes
+        return design.fixed_bytes(seqs) + seqs * request_bytes
 
-    return DesignRow(
-        context_tokens=context,
-        planned=min(role.max_num_seqs, role.num_pages // pages),
-        apart=bisect_right(range(1, most + 1), unified.pool_bytes, key=taken),
-        apart_request_bytes=request_pages_bytes + role.slot_bytes,
-        unified=unified.num_requests(context),
-        unified_request_bytes=unified.layout.request_bytes(context),
-    )
+    return bisect_right(range(1, pool_bytes // request_bytes + 1), pool_bytes, key=taken)
+
+
+def _longest(design: PoolDesign, pool_bytes: int) -> int:
+    return design.longest((pool_bytes - design.fixed_bytes(1)) // design.unit_bytes)
