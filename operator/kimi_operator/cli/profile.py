@@ -104,7 +104,8 @@ def _profiles(files: list[Path] | None) -> Mapping[str, HardwareProfile]:
 def _node(wanted: str) -> Mapping[str, Any]:
     """A Node from a file, or from the cluster that kubectl is set up for."""
     path = Path(wanted)
-    is_file = wanted == STANDARD_INPUT or path.suffix in {".json", ".yaml", ".yml"} or path.is_file()
+    looks_like_file = "/" in wanted or path.suffix in {".json", ".yaml", ".yml"}
+    is_file = wanted == STANDARD_INPUT or looks_like_file or path.is_file()
     documents = list(_documents(wanted) if is_file else [_ask_kubectl(wanted)])
     if len(documents) == 1 and isinstance(listed := documents[0].get("items"), list):
         documents = listed

@@ -123,7 +123,7 @@ def _match(seen: GpuLabels, profiles: Mapping[str, HardwareProfile]) -> Match:
     if not candidates:
         raise InvalidSpec((_unknown_chip(seen),))
     share = share_of(seen, candidates)
-    if share is not None and (problem := _stale(seen, share)) is not None:
+    if share is not None and (problem := stale(seen, share)) is not None:
         raise InvalidSpec((problem,))
     fitting = [name for name, one in candidates.items() if _fits(seen, share, one)]
     if len(fitting) == 1:
@@ -175,12 +175,17 @@ def share_of(seen: GpuLabels, candidates: Mapping[str, HardwareProfile]) -> Shar
 
 def _parts(seen: GpuLabels, card: CardSpec, *, is_virtual: bool) -> int:
     """GPUs that the card is split into. Older labellers name no partition, but count its compute units."""
+    units = seen.compute_units
+    counted = card.compute_units // units if units and card.compute_units % units == 0 else 1
     if seen.partition is not None:
-        return num_partitions(seen.partition.compute, card.compute_dies)
+        # Of some chips the number of dies is hearsay; the count of a die's compute units is not.
+        is_counted = seen.partition.compute is ComputePartition.CPX and counted > 1
+        return counted if is_counted else num_partitions(seen.partition.compute, card.compute_dies)
     if is_virtual:
         return 1
-    whole, part = (card.compute_units, seen.compute_units) if seen.compute_units else (card.memory, seen.vram)
-    return whole // part if part and whole % part == 0 else 1
+    if units is None and seen.vram and card.memory % seen.vram == 0:
+        return card.memory // seen.vram
+    return counted
 
 
 def _fits(seen: GpuLabels, share: Share | None, profile: HardwareProfile) -> bool:
@@ -213,18 +218,20 @@ def _notes(seen: GpuLabels, share: Share | None) -> Iterator[str]:
         yield f"{seen.where('product-name')} says {seen.product_name}; the device id {seen.device_id} decides"
 
 
-def _stale(seen: GpuLabels, share: Share) -> Problem | None:
-    """Labels of before and after a repartitioning; a virtual function may have any part of its card."""
-    if seen.partition is None or share.is_virtual:
+def stale(seen: GpuLabels, share: Share) -> Problem | None:
+    """Why labels of before and after a repartitioning cannot be believed; a virtual function may have less."""
+    if seen.partition is None:
         return None
     units, memory = share.card.compute_units // share.parts, share.card.memory // share.parts
+    has_other = seen.compute_units is not None and seen.compute_units != units
     remedy = "restart AMD's node labeller on the node, which reads them only when it starts"
-    if seen.compute_units not in (None, units):
+    if has_other and not (share.is_virtual and share.compute_units < units):
         return Problem(
             seen.where("cu-count"), str(seen.compute_units),
             f"{units} with compute-memory-partition {seen.partition}", remedy,
         )  # fmt: skip
-    if seen.vram is not None and seen.vram + GIB < memory:
+    # More is no contradiction: older labellers state the whole card's.
+    if seen.vram is not None and seen.vram + GIB < memory and not share.is_virtual:
         return Problem(
             seen.where("vram"), f"{seen.vram // GIB}G",
             f"{memory // GIB}G with compute-memory-partition {seen.partition}", remedy,

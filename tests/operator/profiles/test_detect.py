@@ -109,6 +109,8 @@ def test_missing_labels_are_noted() -> None:
         (labelled("74a1", "48G", 76, "qpx_nps1"), "compute-memory-partition", (48, 76, 4)),
         (labelled("75a3", "144G", 128, "dpx_nps1"), "compute-memory-partition", (144, 128, 2)),
         (labelled("74a2", "48G", 20, "cpx_nps1"), "compute-memory-partition", (48, 20, 4)),
+        # Whatever is said of MI308X's dies: a count of its compute units is believed.
+        (labelled("74a2", "24G", 10, "cpx_nps1"), "compute-memory-partition", (24, 10, 8)),
         (labelled("74a1", partition="cpx_nps1"), "compute-memory-partition", (24, 38, 8)),
         (labelled("74a1", "24G", 38), "cu-count", (24, 38, 8)),
         (labelled("74a1", "192G", 38), "cu-count", (24, 38, 8)),

@@ -12,11 +12,14 @@ from typing import Any
 
 import pytest
 import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from kimi_operator.api import HardwareProfile, parse
 from kimi_operator.cli import main
 from kimi_operator.errors import InvalidSpec
 from kimi_operator.profiles import built_in_profiles
 from kimi_operator.profiles.detect import Match, detect
+from kimi_operator.profiles.draft import draft, read_node
 from node_labels import labelled, node, older_labels
 
 Run = Callable[..., tuple[int, str, str]]
@@ -241,9 +244,40 @@ def test_a_bad_name_and_a_missing_file_are_refused(run: Run, tmp_path: Path) -> 
     status, _, err = run("from-node", saved(tmp_path, node(WHOLE)), "--name", "My Profile")
     assert status == 1
     assert "--name: got 'My Profile'" in err
-    status, _, err = run("from-node", tmp_path / "nowhere.json")
-    assert status == 1
-    assert "No such file" in err
+    for missing in (tmp_path / "nowhere.json", tmp_path / "nowhere"):
+        status, _, err = run("from-node", missing)
+        assert status == 1
+        assert "No such file" in err
+
+
+DEVICES = st.sampled_from(["74a1", "74b5", "74a2", "75a3", "7777", "0000"])
+PARTITIONS = st.sampled_from(["spx_nps1", "dpx_nps1", "dpx_nps2", "qpx_nps1", "cpx_nps4", "cpx_nps1", None])
+SIZES = st.sampled_from(["24G", "48G", "96G", "144G", "192G", "256G", "288G", None])
+UNITS = st.sampled_from([10, 20, 38, 76, 80, 128, 152, 256, 304, None])
+
+
+@settings(max_examples=200, deadline=None)
+@given(DEVICES, SIZES, UNITS, PARTITIONS, st.sampled_from([1, 8, 64]))
+def test_every_draft_says_only_what_is_known(
+    device: str, vram: str | None, units: int | None, partition: str | None, gpus: int
+) -> None:
+    """A draft either is a profile, or what it lacks stands in it as not measured."""
+    facts = read_node(node(labelled(device, vram, units, partition), gpus))
+    try:
+        text = draft(facts, built_in_profiles())
+    except InvalidSpec as error:
+        stale = str(error)
+        assert "restart AMD's node labeller" in stale
+        return
+    spec = yaml.safe_load(text)["spec"]
+    assert (spec["gpu"]["perNode"], spec["basis"]["gpu.perNode"]) == (gpus, "Reported")
+    for field in ("contexts", "activations"):
+        assert ("reserve" in spec) != (f"{field}: not measured" in text)
+    spec.setdefault("reserve", {"contexts": "1Mi", "activations": "1Mi"})
+    open_fields = [field for field in ("architecture", "memory") if field not in spec["gpu"]]
+    assert all(f"# {field}: not measured" in text for field in open_fields)
+    if not open_fields and gpus == 64:
+        parse(HardwareProfile, yaml.safe_load(text) | {"spec": spec})
 
 
 # kubectl
