@@ -8,7 +8,8 @@ from contextlib import asynccontextmanager
 import pytest
 import uvicorn
 from fastapi import FastAPI, Request
-from kimi_worker.server.connections import MAX_HEAD_BYTES
+from fastapi.responses import StreamingResponse
+from kimi_worker.server.connections import MAX_HEAD_BYTES, BoundedProtocol
 from kimi_worker.server.serving import uvicorn_config
 from raw_client import RawClient
 
@@ -16,9 +17,9 @@ GET = b"GET /quick HTTP/1.1\r\nHost: kimi\r\n\r\n"
 
 
 @asynccontextmanager
-async def serving(idle_s: float) -> AsyncIterator[str]:
+async def serving(idle_s: float, app: FastAPI | None = None) -> AsyncIterator[str]:
     """An app as ours are served, that ends idle connections after this time."""
-    app = FastAPI()
+    app = app or FastAPI()
 
     @app.get("/quick")
     async def quick() -> str:
@@ -28,6 +29,19 @@ async def serving(idle_s: float) -> AsyncIterator[str]:
     async def slow() -> str:
         await asyncio.sleep(3 * idle_s)  # what takes long is the point
         return "slow"
+
+    @app.get("/endless")
+    async def endless() -> StreamingResponse:
+        return StreamingResponse(events())
+
+    async def events() -> AsyncIterator[bytes]:
+        try:
+            while True:
+                yield b"x" * 2**16
+                app.state.num_sent += 1
+                await asyncio.sleep(0)  # for the client, which is in the same process
+        finally:
+            app.state.ended.set()
 
     @app.post("/early")
     async def early(_: Request) -> str:
@@ -77,6 +91,31 @@ async def test_a_long_answer_is_no_idle_time() -> None:
             await client.receive_until(b'"quick"')
             await client.send(GET.replace(b"quick", b"slow"))
             assert b"slow" in await client.receive_all()
+
+
+async def test_an_answer_that_nobody_reads_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BoundedProtocol, "max_unread_s", 0.3)
+    app = FastAPI()
+    app.state.num_sent, app.state.ended = 0, asyncio.Event()
+    async with serving(idle_s=60, app=app) as url:
+        with RawClient(url) as client:
+            await client.send(GET.replace(b"quick", b"endless"))
+            await asyncio.wait_for(app.state.ended.wait(), 60)
+            assert app.state.num_sent < 1000
+
+
+async def test_an_answer_that_is_read_slowly_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BoundedProtocol, "max_unread_s", 1.0)
+    app = FastAPI()
+    app.state.num_sent, app.state.ended = 0, asyncio.Event()
+    async with serving(idle_s=60, app=app) as url:
+        with RawClient(url) as client:
+            await client.send(GET.replace(b"quick", b"endless"))
+            clock = asyncio.get_running_loop().time
+            end_s = clock() + 2.0  # twice as long as an unread answer would last
+            while clock() < end_s:
+                await client.receive_until(b"x" * 1000)
+            assert not app.state.ended.is_set()
 
 
 async def test_a_head_without_end_is_refused() -> None:

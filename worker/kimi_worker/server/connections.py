@@ -1,8 +1,11 @@
-"""What a connection may cost while it brings no request: uvicorn waits for ever for a head, however long it grows."""
+"""What a connection may cost: uvicorn waits for ever for a head, however long, and for a client that reads nothing."""
 
 import asyncio
 
+import structlog
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+log = structlog.get_logger()
 
 MAX_HEAD_BYTES = 2**16
 """Of a request's line and headers; what comes in one read is taken anyway. Proxies send up to 32 KiB."""
@@ -12,10 +15,15 @@ class BoundedProtocol(HttpToolsProtocol):
     """Ends a connection that has had no whole head for `timeout_keep_alive` s, and one whose head is too long.
 
     The time counts from the connection's beginning, and from what comes between two requests: the rest of a body whose
-    request was answered before, or a head byte by byte.
+    request was answered before, or a head byte by byte. A client that leaves its answer unread is cut off too: full
+    buffers would keep the answer, and all that it holds, as long as the client's machine lives.
     """
 
+    max_unread_s = 300.0
+    """From full buffers until they are nearly empty again: a client that reads 200 bytes a second does that."""
+
     _head_timer: asyncio.TimerHandle | None = None
+    _unread_timer: asyncio.TimerHandle | None = None
     _is_in_head = False
     _num_head_bytes = 0
 
@@ -25,7 +33,16 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._unwatch()
+        self._stop_unread_timer()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._unread_timer = self.loop.call_later(self.max_unread_s, self._cut_off)
+
+    def resume_writing(self) -> None:
+        self._stop_unread_timer()
+        super().resume_writing()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -61,3 +78,12 @@ class BoundedProtocol(HttpToolsProtocol):
         self._head_timer = None
         if self.cycle is None or self.cycle.response_complete:
             self.transport.close()
+
+    def _cut_off(self) -> None:
+        log.info("client_reads_nothing", for_s=self.max_unread_s)
+        self.transport.abort()
+
+    def _stop_unread_timer(self) -> None:
+        if self._unread_timer is not None:
+            self._unread_timer.cancel()
+            self._unread_timer = None
