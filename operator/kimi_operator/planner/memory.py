@@ -123,28 +123,46 @@ def _sum_text(parts: dict[Part, int]) -> str:
     return " + ".join(f"{part} {bytes_text(amount)}" for part, amount in parts.items())
 
 
-def reserve_lines(profile: HardwareProfileSpec) -> tuple[MemoryLine, ...]:
-    """What weights and pools cannot have, as the profile states it, with its source; nothing is left out."""
-    return tuple(_reserve_line(profile, *reserve) for reserve in _RESERVES)
+@dataclass(frozen=True, slots=True)
+class _Reserve:
+    """One field of the profile's reserve, as a line."""
+
+    field: str
+    label: str
+    when_zero: str
+    unused: str = ""
+    """What the bundled worker does not do yet, though memory is kept for it."""
+
+    def line(self, profile: HardwareProfileSpec) -> MemoryLine:
+        amount: int = getattr(profile.reserve, self.field)
+        path = f"reserve.{to_camel(self.field)}"
+        if path in profile.sources or "reserve" in profile.sources:
+            how = profile.source(path)
+        else:
+            how = "the profile gives no source: take it as not measured" if amount else self.when_zero
+        return MemoryLine(self.label, amount, f"{how}; {self.unused}" if amount and self.unused else how)
 
 
 _RESERVES = (
-    ("contexts", "contexts", "contexts, libraries and communicators are not counted"),
-    ("symmetric_heap", "symmetric heap", "no heap of the expert exchange (MoRI) is reserved"),
-    ("activations", "activations", "the largest step is not counted"),
-    ("graphs", "captured graphs", "no graphs are captured"),
-    ("staging", "handoff staging", "no buffers: a handoff writes from pages and slots straight into pages and slots"),
-    ("margin", "reserve", "nothing is left free on purpose"),
+    _Reserve("contexts", "contexts", "contexts, libraries and communicators are not counted"),
+    _Reserve(
+        "symmetric_heap",
+        "symmetric heap",
+        "no heap of the expert exchange (MoRI) is reserved",
+        unused="kept free: the bundled worker exchanges over torch.distributed, without this heap",
+    ),
+    _Reserve("activations", "activations", "the largest step is not counted"),
+    _Reserve(
+        "graphs", "captured graphs", "no graphs are captured", unused="kept free: the bundled worker captures none"
+    ),
+    _Reserve("staging", "handoff staging", "none: a handoff writes from pages and slots straight into pages and slots"),
+    _Reserve("margin", "reserve", "nothing is left free on purpose"),
 )
-"""Field of the profile's reserve, label, and what it means when it is 0."""
 
 
-def _reserve_line(profile: HardwareProfileSpec, field: str, label: str, when_zero: str) -> MemoryLine:
-    amount: int = getattr(profile.reserve, field)
-    path = f"reserve.{to_camel(field)}"
-    if path in profile.sources or "reserve" in profile.sources:
-        return MemoryLine(label, amount, profile.source(path))
-    return MemoryLine(label, amount, "the profile gives no source: take it as not measured" if amount else when_zero)
+def reserve_lines(profile: HardwareProfileSpec) -> tuple[MemoryLine, ...]:
+    """What weights and pools cannot have, as the profile states it, with its source; nothing is left out."""
+    return tuple(reserve.line(profile) for reserve in _RESERVES)
 
 
 def row_bytes(a: Architecture, itemsize: int) -> int:
