@@ -16,6 +16,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 
+from kimi_operator.planner.predict import Capacity, Side, roofline_s
+from kimi_operator.planner.roofline import DecodeLoad, PrefillLoad
+
 
 @dataclass(frozen=True, slots=True)
 class Agents:
@@ -59,13 +62,41 @@ class Service:
     max_running: int
     """Requests that decode holds at once, prefill's share of their life included."""
     prefill_lanes: int
-    prefill_s: Callable[[int, int], float]
-    """(tokens to compute, tokens found in the cache) -> seconds on one lane."""
+    prefill_s: Callable[[int, int, int], float]
+    """(tokens to compute, tokens found in the cache, busy lanes) -> seconds on one lane; taken once, at its start."""
     decode_step_s: Callable[[int, int], float]
     """(requests held, context) -> seconds a token; taken once, when a turn begins to decode."""
     reuse: float
     """Share of a session's earlier context that a turn finds in the cache."""
     max_context: int
+
+
+def predicted_service(decode: Side, prefill: Side, capacity: Capacity, *, reuse: float, max_context: int) -> Service:
+    """The service that predictions describe, lanes of all groups together.
+
+    Pages of all lanes count as one pool, requests and prompts as spread evenly, which a router comes close to.
+    """
+    shape = decode.setup.shape
+    lanes = shape.lanes * decode.groups
+    prefill_factor, decode_factor = prefill.calibration.factor(), decode.calibration.factor()
+
+    def prefill_s(new: int, cached: int, busy: int) -> float:
+        load = PrefillLoad(new, cached, busy_lanes=-(-busy // prefill.groups))
+        return prefill_factor * roofline_s(prefill.setup, load)
+
+    def decode_step_s(held: int, context: int) -> float:
+        return decode_factor * roofline_s(decode.setup, DecodeLoad(-(-held // decode.groups), context))
+
+    return Service(
+        num_pages=capacity.num_pages * lanes,
+        page_size_tokens=capacity.page_size_tokens,
+        max_running=capacity.max_num_seqs * lanes,
+        prefill_lanes=prefill.setup.shape.lanes * prefill.groups,
+        prefill_s=prefill_s,
+        decode_step_s=decode_step_s,
+        reuse=reuse,
+        max_context=max_context,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +222,7 @@ class _State:
             request.prefill_s = now_s
             self.busy_lanes += 1
             cached = request.prompt_tokens - request.computed_tokens
-            done_s = now_s + service.prefill_s(request.computed_tokens, cached)
+            done_s = now_s + service.prefill_s(request.computed_tokens, cached, self.busy_lanes)
             self.at(done_s, partial(self.decode, request))
 
     def decode(self, request: _Request, now_s: float) -> None:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import itertools
 import math
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import pytest
+from kimi_operator.planner.memory import GroupShape
+from kimi_operator.planner.predict import Capacity, Side
 from kimi_operator.planner.pressure import summarise, table, table_text
-from kimi_operator.planner.replay import Agents, Replayed, Service, Session, Turn, draw, replay
+from kimi_operator.planner.replay import Agents, Replayed, Service, Session, Turn, draw, predicted_service, replay
+from kimi_operator.planner.roofline import DecodeLoad, PrefillLoad, Setup
+from kimi_operator.profiles import architecture, built_in_profiles
+from kimi_operator.profiles.measurements import built_in_measurements, calibration_for, worker_engine
 
 AGENTS = Agents(
     sessions=12, turns=6, first_prompt_tokens=900, turn_tokens=250, output_tokens=60, think_s=4.0, ramp_s=10.0
@@ -20,7 +24,7 @@ ROOMY = Service(
     page_size_tokens=64,
     max_running=64,
     prefill_lanes=16,
-    prefill_s=lambda new, cached: 0.1 + new / 900 + cached / 90_000,
+    prefill_s=lambda new, cached, busy: 0.1 + new / 900 * (1 + busy / 20) + cached / 90_000,
     decode_step_s=lambda held, context: 0.02 + held / 1000 + context / 1e6,
     reuse=0.9,
     max_context=100_000,
@@ -91,12 +95,13 @@ def slow_replay(scripts: Sequence[Session], service: Service) -> tuple[list[tupl
         for waiting in sorted(
             (x for x in sessions if x.state == "wants lane"), key=lambda x: (x.admitted_s, x.asked_s)
         ):
-            if sum(x.state == "prefill" for x in sessions) == service.prefill_lanes:
+            busy = sum(x.state == "prefill" for x in sessions)
+            if busy == service.prefill_lanes:
                 break
             waiting.state, waiting.prefill_s = "prefill", now_s
             new = computed(waiting)
             cached = waiting.context + waiting.now.new_tokens - new
-            waiting.until_s = now_s + service.prefill_s(new, cached)
+            waiting.until_s = now_s + service.prefill_s(new, cached, busy + 1)
     return sorted(served), cut
 
 
@@ -199,9 +204,8 @@ def test_the_summary_names_what_bound(service: Service, named: str) -> None:
     assert summary.ttft_p50_s <= summary.ttft_p95_s
 
 
-def test_one_seed_gives_one_replay_and_another_seed_another() -> None:
-    assert draw(AGENTS, 7) == draw(AGENTS, 7)
-    assert draw(AGENTS, 7) != draw(AGENTS, 8)
+def test_one_seed_gives_the_same_sessions_and_another_others() -> None:
+    assert draw(AGENTS, 7) == draw(AGENTS, 7) != draw(AGENTS, 8)
 
 
 def test_lengths_and_thinking_have_the_means_that_were_asked_for() -> None:
@@ -247,8 +251,50 @@ def test_negative_thinking_is_refused() -> None:
 
 
 def test_the_text_has_a_line_for_each_row_under_one_head() -> None:
-    replayed = replay(draw(AGENTS, random.Random(1).randrange(100)), ROOMY)
-    rows = table(replayed, ROOMY, 10.0)
-    lines = list(table_text(rows, ROOMY))
-    assert len(lines) == len(rows) + 1
+    replayed = replay(draw(AGENTS, 4), ROOMY)
+    lines = list(table_text(table(replayed, ROOMY, 10.0), ROOMY))
+    assert len(lines) == 1 + len(table(replayed, ROOMY, 10.0))
     assert len({len(line) for line in lines}) == 1
+
+
+K3_AGENTS = Agents(
+    sessions=48, turns=12, first_prompt_tokens=12_000, turn_tokens=3000, output_tokens=400, think_s=15.0, ramp_s=120.0
+)
+
+
+def k3_service(reuse: float, num_pages: int = 15_000) -> Service:
+    """Two nodes of MI300X a role, with the published factors."""
+    profile, found = built_in_profiles()["mi300x"], built_in_measurements()
+    setup = Setup(architecture("kimi-k3"), found.chip(profile), GroupShape(2, 8, 2), worker_engine(profile))
+    decode, prefill = (Side(setup, calibration_for(setup, phase, None)) for phase in (DecodeLoad, PrefillLoad))
+    room = Capacity(max_num_seqs=32, num_pages=num_pages, page_size_tokens=64)
+    return predicted_service(decode, prefill, room, reuse=reuse, max_context=900_000)
+
+
+def test_a_predicted_service_serves_as_its_predictions_say() -> None:
+    service = k3_service(reuse=0.9)
+    assert (service.num_pages, service.max_running, service.prefill_lanes) == (120_000, 256, 8)
+    alone = replay((Session(0.0, (Turn(20_000, 100, 0.0),)),), service).turns[0]
+    assert alone.decode_s - alone.prefill_s == pytest.approx(service.prefill_s(20_000, 0, 1))
+    assert alone.end_s - alone.decode_s == pytest.approx(100 * service.decode_step_s(1, 20_050))
+    # published: 20,000 tokens took 10.5 s, a token 82 ms
+    assert alone.decode_s == pytest.approx(10.5, rel=0.25)
+    assert (alone.end_s - alone.decode_s) / 100 == pytest.approx(0.082, rel=0.25)
+
+
+def test_agents_without_reuse_swamp_prefill_that_serves_them_well_with_it() -> None:
+    sessions = draw(K3_AGENTS, 0)
+    runs = {share: summarise(replay(sessions, k3_service(share)), k3_service(share)) for share in (0.0, 0.9)}
+    assert runs[0.0].binds == "prefill lanes (8)"
+    swamped = k3_service(reuse=0.0)
+    assert max(row.prefill_busy for row in table(replay(sessions, swamped), swamped, 60.0)) > 0.95
+    assert swamped.prefill_s(20_000, 0, 8) > 1.2 * swamped.prefill_s(20_000, 0, 1), "lanes share the experts' ranks"
+    assert runs[0.9].ttft_p95_s < 0.5 * runs[0.0].ttft_p95_s
+    assert runs[0.9].computed_tokens < 0.4 * runs[0.0].computed_tokens
+
+
+def test_a_small_pool_makes_agents_wait_for_pages() -> None:
+    service = k3_service(reuse=0.9, num_pages=1000)
+    summary = summarise(replay(draw(K3_AGENTS, 0), service), service)
+    assert summary.binds == "KV pages"
+    assert summary.pages_peak > 0.9 * service.num_pages

@@ -1,0 +1,174 @@
+"""Each fast formula of the roofline against an obvious slow one, and against random routing."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from dataclasses import replace
+
+import pytest
+from kimi_operator.planner.memory import ExpertFormat, GroupShape
+from kimi_operator.planner.predict import (
+    roofline_s,
+)
+from kimi_operator.planner.roofline import (
+    Chip,
+    DecodeLoad,
+    Engine,
+    Graphs,
+    PrefillLoad,
+    Resident,
+    Setup,
+    Split,
+    decode_terms,
+    distinct_experts,
+    prefill_terms,
+)
+from kimi_operator.planner.tensors import Part, Placement, tensor_table
+from kimi_operator.profiles import architecture, built_in_profiles
+from kimi_operator.profiles.measurements import built_in_measurements, worker_engine
+
+K3 = architecture("kimi-k3")
+BUILT_IN = built_in_measurements()
+EP16, TP8 = GroupShape(2, 8, 2), GroupShape(1, 8, 8)
+MI300X = BUILT_IN.chip(built_in_profiles()["mi300x"])
+INT4 = BUILT_IN.engines["vllm-int4"]
+DECODE = Setup(K3, MI300X, EP16, INT4)
+
+
+# Distinct experts
+
+
+@pytest.mark.parametrize(("experts", "top_k", "tokens"), [(4, 1, 3), (5, 2, 2), (5, 2, 3), (6, 3, 2), (4, 4, 1)])
+def test_distinct_experts_is_the_mean_over_every_possible_routing(experts: int, top_k: int, tokens: int) -> None:
+    choices = list(itertools.combinations(range(experts), top_k))
+    counts = [len(set().union(*routing)) for routing in itertools.product(choices, repeat=tokens)]
+    assert distinct_experts(experts, top_k, tokens) == pytest.approx(sum(counts) / len(counts))
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 64, 512])
+def test_distinct_experts_of_a_rank_agree_with_random_routing(tokens: int) -> None:
+    rng = random.Random(tokens)
+    trials, ranks = 40, 16
+    hits = []
+    for _ in range(trials):
+        hit = {e for _ in range(tokens) for e in rng.sample(range(K3.num_experts), K3.experts_per_token)}
+        hits += [sum(e // 56 == rank for e in hit) for rank in range(ranks)]
+    expected = distinct_experts(K3.num_experts, K3.experts_per_token, tokens) / ranks
+    mean = sum(hits) / len(hits)
+    error = math.sqrt(sum((h - mean) ** 2 for h in hits) / len(hits) / len(hits))
+    assert abs(mean - expected) <= 4 * error + 1e-9
+
+
+# The sums, against walking through tensors, layers, requests and tokens one at a time
+
+
+def slow_decode_bytes(setup: Setup, load: DecodeLoad) -> float:
+    """Bytes that one rank moves in a step."""
+    a, total = setup.architecture, 0.0
+    hit = a.num_experts * (1 - math.prod(1 - a.experts_per_token / a.num_experts for _ in range(load.concurrency)))
+    for tensor in tensor_table(a):
+        if tensor.part is Part.EMBEDDING or tensor.placement is Placement.UNLOADED:
+            continue
+        if tensor.part is Part.ROUTED_EXPERTS:
+            bits = {ExpertFormat.MXFP4: tensor.bytes * 8, ExpertFormat.INT4: tensor.bytes * 8}[setup.engine.experts]
+            if setup.engine.experts is ExpertFormat.INT4 and tensor.name.endswith("scale"):
+                bits *= 2
+            total += bits / 8 / a.num_experts * hit / setup.shape.ranks
+        elif tensor.placement is Placement.TENSOR_PARALLEL:
+            total += tensor.bytes / setup.shape.tensor_parallel
+        else:
+            total += tensor.bytes
+    lanes: list[int] = [0] * setup.shape.lanes
+    for request in range(load.concurrency):
+        lanes[request % setup.shape.lanes] += 1
+    heads = a.kda_heads // setup.shape.tensor_parallel
+    for _ in range(max(lanes)):
+        for layer in range(a.num_layers):
+            if layer in a.mla_layers:
+                total += load.context_tokens * (a.kv_lora + a.qk_rope) * setup.engine.kv_itemsize
+            else:
+                state, conv = heads * a.kda_head**2 * 4, 3 * 3 * heads * a.kda_head * 2
+                total += 2 * (state + conv)
+    return total
+
+
+@pytest.mark.parametrize("shape", [EP16, TP8, GroupShape(4, 8, 4)])
+@pytest.mark.parametrize("engine", ["vllm-int4", "vllm-mxfp4"])
+@pytest.mark.parametrize("load", [DecodeLoad(1, 1088), DecodeLoad(17, 30_000), DecodeLoad(512, 4096)])
+def test_decode_bytes_agree_with_walking_through_everything(shape: GroupShape, engine: str, load: DecodeLoad) -> None:
+    setup = replace(DECODE, shape=shape, engine=BUILT_IN.engines[engine])
+    moved = {"weights", "routed experts", "cache"}
+    seconds = sum(term.seconds for term in decode_terms(setup, load) if term.label in moved)
+    assert seconds * MI300X.hbm_bytes_per_second * 0.7 == pytest.approx(slow_decode_bytes(setup, load), rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("load", "busy_layers"), [(PrefillLoad(5000), 1), (PrefillLoad(4096, 10_000), 1), (PrefillLoad(700, 0, 512, 8), 8)]
+)
+def test_prefill_flops_agree_with_counting_token_by_token(load: PrefillLoad, busy_layers: int) -> None:
+    a, tp = K3, EP16.tensor_parallel
+    products = attention = 0.0
+    used = [t for t in tensor_table(a) if t.part not in (Part.EMBEDDING, Part.HEAD, Part.ROUTED_EXPERTS)]
+    for position in range(load.cached_tokens, load.cached_tokens + load.new_tokens):
+        attention += (position + 1) * a.num_heads / tp * a.num_mla_layers * 2 * (128 + 64 + 128)
+        products += 2 * a.experts_per_token * a.expert_weights * a.num_moe_layers * busy_layers / EP16.ranks
+    for tensor in used:
+        share = {Placement.TENSOR_PARALLEL: 1 / tp, Placement.REPLICATED: 1.0, Placement.UNLOADED: 0.0}
+        products += 2 * tensor.elements * share[tensor.placement] * load.new_tokens
+    terms = {term.label: term.seconds for term in prefill_terms(DECODE, load)}
+    assert MI300X.bf16_flops is not None
+    assert terms["attention"] * MI300X.bf16_flops * 0.6 == pytest.approx(attention, rel=1e-9)
+    # a short rest may be bound by the bytes of its weights instead
+    assert terms["matrix products"] * MI300X.bf16_flops * 0.15 >= products * (1 - 1e-9)
+    assert terms["matrix products"] * MI300X.bf16_flops * 0.15 == pytest.approx(products, rel=0.12)
+
+
+def test_a_prefill_of_few_tokens_takes_as_long_as_reading_the_weights() -> None:
+    seconds = {term.label: term.seconds for term in prefill_terms(DECODE, PrefillLoad(1))}
+    read = slow_decode_bytes(DECODE, DecodeLoad(1, 0)) / (MI300X.hbm_bytes_per_second * 0.7)
+    assert seconds["matrix products"] == pytest.approx(read, rel=0.01)
+
+
+def test_collectives_take_their_floor_in_decode_and_grow_with_bytes_in_prefill() -> None:
+    decode = {term.label: term.seconds for term in decode_terms(DECODE, DecodeLoad(8, 1000))}
+    assert decode["expert exchange"] == pytest.approx(92 * 198e-6)
+    assert decode["all-reduce"] == pytest.approx(2 * 93 * 18e-6)
+    chunk = {term.label: term.seconds for term in prefill_terms(DECODE, PrefillLoad(2048))}
+    # TP2 has one link: both ranks send all rows once; 7 of 8 GPUs' links and one card carry latent rows
+    assert chunk["all-reduce"] == pytest.approx(2 * 93 * 2048 * 7168 * 2 / (64e9 * 0.7))
+    assert chunk["expert exchange"] > decode["expert exchange"]
+
+
+def test_one_rank_has_no_collectives_and_a_lane_of_one_no_all_reduce() -> None:
+    one = replace(DECODE, shape=GroupShape(1, 1, 1))
+    assert {"all-reduce", "expert exchange"}.isdisjoint(t.label for t in decode_terms(one, DecodeLoad(1, 1)))
+    wide = replace(DECODE, shape=GroupShape(2, 8, 1))
+    assert "all-reduce" not in {t.label for t in decode_terms(wide, DecodeLoad(1, 1))}
+    by_column = replace(DECODE, shape=TP8, split=Split.BY_COLUMN)
+    assert "expert exchange" not in {t.label for t in decode_terms(by_column, DecodeLoad(1, 1))}
+
+
+def test_links_that_nobody_stated_leave_the_floor() -> None:
+    bare = replace(DECODE, chip=Chip("bare", "gfx942", 5.3e12, 1e15))
+    chunk = {term.label: term.seconds for term in prefill_terms(bare, PrefillLoad(2048))}
+    assert chunk["all-reduce"] == pytest.approx(2 * 93 * 18e-6)
+    assert chunk["expert exchange"] == pytest.approx(92 * 198e-6)
+
+
+def test_piecewise_graphs_cost_time_in_every_step() -> None:
+    full = roofline_s(DECODE, DecodeLoad(1, 1000))
+    assert roofline_s(replace(DECODE, graphs=Graphs.PIECEWISE), DecodeLoad(1, 1000)) - full == pytest.approx(
+        1.05e-3 * 93 / 80
+    )
+
+
+def test_the_bundled_worker_reads_wider_rows_and_its_own_weights() -> None:
+    worker = worker_engine(built_in_profiles()["mi300x"])
+    assert worker == Engine("kimi-worker", ExpertFormat.MXFP4, 2, Resident.AS_LOADED, 2)
+    theirs = {t.label: t.seconds for t in decode_terms(DECODE, DecodeLoad(64, 60_000))}
+    ours = {t.label: t.seconds for t in decode_terms(replace(DECODE, engine=worker), DecodeLoad(64, 60_000))}
+    assert ours["cache"] > 1.5 * theirs["cache"]
+    assert ours["routed experts"] < theirs["routed experts"]
+    assert ours["weights"] > theirs["weights"], "routers are float32"

@@ -1,0 +1,136 @@
+"""Throughput against concurrency: the curve against clients that come and go, the knee against geometry."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+from kimi_operator.planner.fit import calibrate
+from kimi_operator.planner.memory import GroupShape
+from kimi_operator.planner.predict import (
+    Calibration,
+    Capacity,
+    CurvePoint,
+    Prediction,
+    Request,
+    Side,
+    knee,
+    prefill_ms,
+    throughput_curve,
+)
+from kimi_operator.planner.roofline import (
+    DecodeLoad,
+    PrefillLoad,
+    Setup,
+)
+from kimi_operator.profiles import architecture, built_in_profiles
+from kimi_operator.profiles.measurements import built_in_measurements
+
+K3 = architecture("kimi-k3")
+BUILT_IN = built_in_measurements()
+EP16, TP8 = GroupShape(2, 8, 2), GroupShape(1, 8, 8)
+MI300X = BUILT_IN.chip(built_in_profiles()["mi300x"])
+INT4 = BUILT_IN.engines["vllm-int4"]
+DECODE = Setup(K3, MI300X, EP16, INT4)
+FACTOR_2 = Calibration((), math.log(1.2), "stated for a test", 2.0)
+
+
+LANE = Setup(K3, MI300X, TP8, INT4)
+"""One lane, so that a busy prefill is as fast as an idle one."""
+ROOM = Capacity(max_num_seqs=16, num_pages=100_000, page_size_tokens=64)
+
+
+def slow_closed_loop(clients: int, prefill_s: float, answer_s: float, outputs: int) -> float:
+    """Tokens a second of clients that ask again at once: the next of two free lanes, then the next of 16 places."""
+    free_lanes, free_places = [0.0] * 2, [0.0] * ROOM.max_num_seqs
+    ready = [0.0] * clients
+    done: list[float] = []
+    for _ in range(4000):
+        client = min(range(clients), key=ready.__getitem__)
+        lane = min(range(2), key=free_lanes.__getitem__)
+        free_lanes[lane] = max(ready[client], free_lanes[lane]) + prefill_s
+        place = min(range(ROOM.max_num_seqs), key=free_places.__getitem__)
+        free_places[place] = ready[client] = max(free_lanes[lane], free_places[place]) + answer_s
+        done.append(ready[client])
+    done.sort()
+    first, last = len(done) // 4, 3 * len(done) // 4
+    return (last - first) * outputs / (done[last] - done[first])
+
+
+@pytest.mark.parametrize("clients", [1, 4, 16, 64, 200])
+@pytest.mark.parametrize(("prompt", "output"), [(512, 512), (8192, 64)])
+def test_the_curve_agrees_with_clients_that_come_and_go(clients: int, prompt: int, output: int) -> None:
+    request = Request(prompt, output)
+    decode, prefill = Side(LANE, FACTOR_2), Side(LANE, FACTOR_2, groups=2)
+    point = throughput_curve(decode, ROOM, request, [clients], prefill)[0]
+    prefill_s = prefill_ms(LANE, PrefillLoad(prompt), FACTOR_2).value / 1e3
+    answer_s = point.tpot.value / 1e3 * output
+    simulated = slow_closed_loop(clients, prefill_s, answer_s, output)
+    # a bound is never beaten; deterministic times come close to it
+    assert simulated <= point.tokens_per_second.value * 1.02
+    assert simulated >= point.tokens_per_second.value * 0.85
+
+
+def test_the_published_plateau_of_64_is_the_knee_and_maxnumseqs_binds_beyond() -> None:
+    published = Capacity(max_num_seqs=8, num_pages=100_000, page_size_tokens=64)
+    measured = calibrate(DECODE, DecodeLoad, BUILT_IN.samples)
+    curve = throughput_curve(Side(DECODE, measured), published, Request(2048, 128), range(8, 513, 8))
+    assert knee(curve).concurrency == 64
+    assert {point.binds for point in curve if point.concurrency > 64} == {"maxNumSeqs"}
+    assert {point.binds for point in curve if point.concurrency <= 64} == {"concurrency"}
+    assert {point.running for point in curve if point.concurrency >= 64} == {64}
+
+
+def test_pages_bind_where_contexts_are_long() -> None:
+    small = Capacity(max_num_seqs=64, num_pages=1000, page_size_tokens=64)
+    curve = throughput_curve(Side(DECODE, FACTOR_2), small, Request(30_000, 2_000), [8, 16, 64])
+    assert [point.running for point in curve] == [8, 16, 16], "two requests of 500 pages a lane"
+    assert curve[-1].binds == "KV pages"
+    assert replace(small, max_num_seqs=2).running(Request(30_000, 2_000)) == (2, "maxNumSeqs"), "as many as pages hold"
+    with pytest.raises(ValueError, match="1,000 pages do not hold one request of 70,000 tokens"):
+        throughput_curve(Side(DECODE, FACTOR_2), small, Request(69_000, 1_000), [1])
+
+
+def test_prefill_binds_where_prompts_are_long_and_answers_short() -> None:
+    curve = throughput_curve(Side(LANE, FACTOR_2), ROOM, Request(100_000, 16), [1, 8, 64], Side(LANE, FACTOR_2))
+    assert curve[-1].binds == "prefill"
+    seconds = prefill_ms(LANE, PrefillLoad(100_000), FACTOR_2)
+    assert curve[-1].tokens_per_second.value == pytest.approx(16e3 / seconds.value)
+    assert curve[-1].tokens_per_second.low == pytest.approx(16e3 / seconds.high)
+    assert "prefill: stated for a test" in curve[-1].tokens_per_second.calibrated_on
+
+
+def test_reuse_raises_what_prefill_can_feed() -> None:
+    sides = Side(LANE, FACTOR_2), ROOM
+    plain, reused = (
+        throughput_curve(*sides, Request(50_000, 16, cached), [64], Side(LANE, FACTOR_2))[0] for cached in (0, 45_000)
+    )
+    assert reused.tokens_per_second.value > 3 * plain.tokens_per_second.value
+
+
+def point_at(concurrency: int, rate: float) -> CurvePoint:
+    flat = Prediction(1.0, 1.0, 1.0, "ms", "")
+    return CurvePoint(concurrency, concurrency, flat, replace(flat, value=rate), "")
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_knee_is_the_point_farthest_from_the_chord(seed: int) -> None:
+    rng = random.Random(seed)
+    at = sorted(rng.sample(range(1, 600), 12))
+    half = rng.uniform(5, 200)
+    points = tuple(point_at(c, 1000 * c / (c + half)) for c in at)
+    x = [(p.concurrency - at[0]) / (at[-1] - at[0]) for p in points]
+    first, last = points[0].tokens_per_second.value, points[-1].tokens_per_second.value
+    y = [(p.tokens_per_second.value - first) / (last - first) for p in points]
+    # perpendicular distance of (x, y) to the line from (0, 0) to (1, 1)
+    distances = [abs(y_i - x_i) / math.sqrt(2) for x_i, y_i in zip(x, y, strict=True)]
+    assert knee(points) == points[distances.index(max(distances))]
+
+
+def test_the_knee_of_a_straight_line_is_its_end_and_of_nothing_an_error() -> None:
+    assert knee(tuple(point_at(c, 10.0 * c) for c in (1, 2, 3))).concurrency == 3
+    assert knee((point_at(5, 1.0),)).concurrency == 5
+    with pytest.raises(ValueError, match="at least one point"):
+        knee(())
