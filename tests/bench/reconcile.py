@@ -86,7 +86,7 @@ def operator(cluster: Cluster, kubeconfig: Path) -> Iterator[int]:
     """The operator as a process of this machine, with the code of this checkout; its process id."""
     env = {"POD_NAME": "bench", "POD_NAMESPACE": NAMESPACE, "KIMI_OPERATOR_HTTP_PORT": "18231"}
     env["KUBECONFIG"] = str(kubeconfig)
-    command = [sys.executable, "-m", "kimi_operator", "run"]
+    command = [sys.executable, "-m", "kimi_operator.start", "run"]
     log = Path(f"/tmp/kimi-bench-operator-{os.getpid()}.log")
     with log.open("wb") as file:
         process = cluster.popen(command, env=env, stdout=file, stderr=subprocess.STDOUT)
