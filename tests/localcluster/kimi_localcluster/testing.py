@@ -18,4 +18,6 @@ def temporary_namespace(cluster: Kube, name: str) -> Iterator[str]:
     finally:
         # The API server takes 10 s and more to finish a namespace; only its pods hold what others need.
         cluster.kubectl("delete", "namespace", name, "--wait=false")
+        # Nothing makes new ones in it now, and nobody waits for what these would still answer.
+        cluster.kubectl("delete", "pods", "--all", "--namespace", name, "--grace-period=1", "--wait=false")
         cluster.wait_for(f"end of the pods of {name}", lambda: not cluster.get("pods", namespace=name))
