@@ -123,14 +123,15 @@ def _designs_text(designs: Designs) -> Iterator[str]:
         f"Unified: vLLM's blocks, {designs.num_blocks:,} of {layout.block_tokens:,} tokens = {layout.block_bytes:,} B; "
         f"a request takes {layout.state_groups} for its state"
     )
-    heads = ("tokens a request", "planned", "pages and slots", "bytes", "unified blocks", "bytes")
+    heads = ("tokens a request", "planned", "pages and slots", "bytes", "unified blocks", "bytes", "with FP8 rows")
     yield _design_columns(heads)
     for row in designs.rows:
         apart, unified = bytes_text(row.apart_request_bytes), bytes_text(row.unified_request_bytes)
-        counts = (row.context_tokens, row.planned, row.apart, apart, row.unified, unified)
+        counts = (row.context_tokens, row.planned, row.apart, apart, row.unified, unified, row.unified_fp8)
         yield _design_columns(tuple(cell if isinstance(cell, str) else f"{cell:,}" for cell in counts))
-    longest = (f"{tokens:,}" for tokens in (designs.longest_apart, designs.longest_unified))
-    yield _design_columns(("longest, alone", "", next(longest), "", next(longest), ""))
+    longest = (designs.longest_apart, designs.longest_unified, designs.longest_unified_fp8)
+    apart, unified, fp8 = (f"{tokens:,}" for tokens in longest)
+    yield _design_columns(("longest, alone", "", apart, "", unified, "", fp8))
 
 
 def _design_columns(cells: tuple[str, ...]) -> str:

@@ -12,6 +12,7 @@ from kimi_operator.planner.memory import ITEMSIZE
 from kimi_operator.planner.plan import Plan, RolePlan
 from kimi_operator.planner.unified import BlockLayout, block_layout
 
+FP8_ITEMSIZE = 1
 SHORTEST_CONTEXT, NEXT_CONTEXT = 1024, 4
 
 
@@ -28,11 +29,13 @@ class DesignRow:
     unified: int
     """What unified blocks could run, without a bound on running requests."""
     unified_request_bytes: int
+    unified_fp8: int
+    """The same with rows of one byte a number, as the published runs had; the bundled worker has none such."""
 
 
 @dataclass(frozen=True, slots=True)
 class Designs:
-    """One role's pool in both designs; cached rows are of the plan's type in both."""
+    """One role's pool in both designs; cached rows are of the plan's type unless said otherwise."""
 
     pool_bytes: int
     """Of a GPU."""
@@ -41,14 +44,17 @@ class Designs:
     longest_apart: int
     """Tokens of the longest request, alone."""
     longest_unified: int
+    longest_unified_fp8: int
     rows: tuple[DesignRow, ...]
 
 
 def compare_designs(a: Architecture, plan: Plan, role: RolePlan) -> Designs:
     """The pool of a planned role, beside unified blocks in the same bytes."""
     pool_bytes = role.num_pages * role.page_bytes + role.num_state_slots * role.slot_bytes
-    layout = block_layout(a, role.ranks // role.lanes, ITEMSIZE[plan.kv_cache_dtype], ITEMSIZE[plan.dtype])
+    tensor_parallel, conv_itemsize = role.ranks // role.lanes, ITEMSIZE[plan.dtype]
+    layout = block_layout(a, tensor_parallel, ITEMSIZE[plan.kv_cache_dtype], conv_itemsize)
     apart, unified = PagePool(role.page_size_tokens, role.page_bytes, role.slot_bytes), BlockPool(layout)
+    fp8 = BlockPool(block_layout(a, tensor_parallel, FP8_ITEMSIZE, conv_itemsize))
 
     def row(context: int) -> DesignRow:
         pages = apart.units(context)
@@ -59,6 +65,7 @@ def compare_designs(a: Architecture, plan: Plan, role: RolePlan) -> Designs:
             apart_request_bytes=pages * role.page_bytes + role.slot_bytes,
             unified=_most(unified, pool_bytes, context),
             unified_request_bytes=layout.request_bytes(context),
+            unified_fp8=_most(fp8, pool_bytes, context),
         )
 
     return Designs(
@@ -67,6 +74,7 @@ def compare_designs(a: Architecture, plan: Plan, role: RolePlan) -> Designs:
         num_blocks=pool_bytes // layout.block_bytes,
         longest_apart=_longest(apart, pool_bytes),
         longest_unified=_longest(unified, pool_bytes),
+        longest_unified_fp8=_longest(fp8, pool_bytes),
         rows=tuple(row(context) for context in _contexts(role.max_model_len)),
     )
 

@@ -94,6 +94,14 @@ def test_both_designs_hold_what_fits_and_not_one_more(example: str) -> None:
         assert row.planned * pages <= role.num_pages
 
 
+def test_fp8_rows_are_counted_as_in_the_published_runs() -> None:
+    _, designs = designs_of("mi300x-2p2d.yaml")
+    fp8 = UnifiedPool(block_layout(K3, 2, FP8), designs.pool_bytes)
+    assert fp8.layout.block_bytes == 79_626_240
+    assert [row.unified_fp8 for row in designs.rows] == [fp8.num_requests(row.context_tokens) for row in designs.rows]
+    assert designs.longest_unified_fp8 == fp8.longest_request > 1.8 * designs.longest_unified
+
+
 def test_a_short_request_costs_whole_blocks_where_pages_are_small() -> None:
     _, designs = designs_of("mi300x-2p2d.yaml")
     short = designs.rows[0]
