@@ -17,6 +17,7 @@ from kimi_operator.planner.architecture import Architecture
 from kimi_operator.planner.layout import check_layout
 from kimi_operator.planner.memory import ExpertFormat, MemoryLine
 from kimi_operator.planner.pools import Room, Settings, cut_pools, pool_lines
+from kimi_operator.profiles.support import support_problem, support_warning
 
 KV_DTYPES = {KvPrecision.BF16: DType.BFLOAT16, KvPrecision.FP32: DType.FLOAT32}
 
@@ -59,6 +60,8 @@ class Plan:
     """GPUs of all groups of both roles."""
     prefill: RolePlan
     decode: RolePlan
+    warnings: tuple[str, ...] = ()
+    """What to say beside the plan, such as hardware that the bundled worker was never run on."""
 
     def role(self, role: Role) -> RolePlan:
         """The plan of one role."""
@@ -78,6 +81,8 @@ class Infeasible:
 def make_plan(architecture: Architecture, spec: KimiDeploymentSpec, profile: HardwareProfile) -> Plan | Infeasible:
     """Plan both roles. Pure; never raises for what a user can write in a valid spec and profile."""
     settings, problems = _settings(architecture, spec, profile.spec)
+    if unsupported := support_problem(profile):
+        problems += (unsupported,)
     problems += check_layout(architecture, spec, profile.spec)
     if problems:
         return Infeasible(problems)
@@ -85,7 +90,7 @@ def make_plan(architecture: Architecture, spec: KimiDeploymentSpec, profile: Har
     problems = tuple(room for room in rooms if isinstance(room, Problem))
     if problems:
         return Infeasible(problems)
-    return _plan(settings, profile.metadata.name, [room for room in rooms if isinstance(room, Room)])
+    return _plan(settings, profile, [room for room in rooms if isinstance(room, Room)])
 
 
 def _settings(
@@ -104,15 +109,16 @@ def _settings(
     return Settings(a, spec, profile, kv_dtype, transport), tuple(problems)
 
 
-def _plan(s: Settings, profile_name: str, rooms: list[Room]) -> Plan:
+def _plan(s: Settings, profile: HardwareProfile, rooms: list[Room]) -> Plan:
     limits, a = s.profile.limits, s.architecture
+    warning = support_warning(profile)
     shared = min(room.num_pages for room in rooms) * limits.page_size_tokens
     max_model_len = s.spec.model.max_model_len or min(shared, a.max_positions)
     plans = {room.role: _role_plan(s, room, max_model_len) for room in rooms}
     gpus = sum(s.spec.role(room.role).groups * room.shape.ranks for room in rooms)
     return Plan(
         architecture=a.name,
-        profile=profile_name,
+        profile=profile.metadata.name,
         dtype=s.profile.runtime.dtype,
         kv_cache_dtype=s.kv_dtype,
         experts=s.expert_format,
@@ -120,6 +126,7 @@ def _plan(s: Settings, profile_name: str, rooms: list[Room]) -> Plan:
         gpus=gpus,
         prefill=plans[Role.PREFILL],
         decode=plans[Role.DECODE],
+        warnings=(warning,) if warning else (),
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 from kimi_operator.api import HardwareProfile, KimiDeploymentSpec, Role, parse
+from kimi_operator.api.profile import WorkerSpec, WorkerSupport
 from kimi_operator.errors import InvalidSpec
 from kimi_operator.planner import Infeasible, Plan, make_plan, plan_status, weights_bytes
 from kimi_operator.planner.memory import reserve_lines
@@ -190,6 +191,24 @@ def test_moriio_needs_a_gpu() -> None:
     (problem,) = refused("local/2p2d.yaml", handoff__transport="MoRIIO").problems
     assert (problem.field, problem.got) == ("spec.handoff.transport", "MoRIIO")
     assert problem.remedy == "set NIXL or Auto"
+
+
+@pytest.mark.parametrize("example", ["mi300x-2p2d.yaml", "mi325x-2p2d.yaml", "local/2p2d.yaml"])
+def test_hardware_that_the_worker_is_made_for_brings_no_warning(example: str) -> None:
+    assert fitting(example).warnings == ()
+
+
+def test_untested_hardware_is_planned_with_a_warning_and_unsupported_is_refused() -> None:
+    (warning,) = fitting("mi325x-2p2d.yaml", "mi355x").warnings
+    assert warning.startswith("the bundled worker is untested on mi355x (gfx950): ")
+    worker = WorkerSpec(support=WorkerSupport.UNSUPPORTED, lacks=("a kernel for it",))
+    spec = PROFILES["mi355x"].spec.model_copy(update={"worker": worker})
+    profile = PROFILES["mi355x"].model_copy(update={"spec": spec})
+    plan = make_plan(architecture("kimi-k3"), spec_of("mi325x-2p2d.yaml"), profile)
+    assert isinstance(plan, Infeasible)
+    (problem,) = plan.problems
+    assert (problem.field, problem.got) == ("spec.hardware.profile", "mi355x: a kernel for it")
+    assert problem.remedy == "choose nodes of gfx942"
 
 
 # profiles
