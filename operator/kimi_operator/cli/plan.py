@@ -84,6 +84,7 @@ def _text(plan: Plan) -> Iterator[str]:
     yield f"{plan.architecture} on {plan.profile}: {plan.gpus} GPUs, KV rows {plan.kv_cache_dtype}, " + (
         f"experts {plan.experts}, handoff {plan.transport}"
     )
+    yield from (f"warning: {warning}" for warning in plan.warnings)
     for role in Role:
         yield ""
         yield from _role_text(plan.role(role))
