@@ -67,7 +67,7 @@ def desire(
     except InvalidSpec as error:
         return Refusal(Reason.ARCHITECTURE_UNKNOWN, str(error))
     try:
-        profile = select_profile(spec, profiles.known, [node.labels for node in nodes])
+        profile = select_profile(spec, profiles.known, [(node.name, node.labels) for node in nodes])
     except InvalidSpec as error:
         return Refusal(Reason.PROFILE_UNKNOWN, str(error))
     plan = make_plan(known, spec, profile)

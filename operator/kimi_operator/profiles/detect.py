@@ -116,7 +116,32 @@ def match_labels(seen: GpuLabels, profiles: Mapping[str, HardwareProfile]) -> Ma
         return Refused(error.problems)
 
 
+def misfit(
+    node: str, labels: Mapping[str, str], profile: HardwareProfile, profiles: Mapping[str, HardwareProfile]
+) -> Problem | None:
+    """Why a node's GPUs are not what `profile`, one of `profiles`, describes; None when they are."""
+    try:
+        seen = read_labels(node, labels)
+        share, fitting = _fitting(seen, profiles)
+    except InvalidSpec as error:
+        return error.problems[0]
+    if profile.metadata.name in fitting:
+        return None
+    return _another(seen, fitting, profile) if fitting else _unfit(seen, share, profiles)
+
+
 def _match(seen: GpuLabels, profiles: Mapping[str, HardwareProfile]) -> Match:
+    share, fitting = _fitting(seen, profiles)
+    if len(fitting) == 1:
+        return Match(fitting[0], share, tuple(_notes(seen, share)))
+    raise InvalidSpec((_ambiguous(seen, fitting) if fitting else _unfit(seen, share, profiles),))
+
+
+def _fitting(seen: GpuLabels, profiles: Mapping[str, HardwareProfile]) -> tuple[Share | None, list[str]]:
+    """The part of a card that a GPU is, and every profile that describes it.
+
+    Raises InvalidSpec with one problem when pods cannot have the GPUs, nobody knows the chip or labels are stale.
+    """
     if seen.mode in PASSED_THROUGH:
         raise InvalidSpec((_passed_through(seen),))
     candidates = candidates_of(seen, profiles)
@@ -125,12 +150,7 @@ def _match(seen: GpuLabels, profiles: Mapping[str, HardwareProfile]) -> Match:
     share = share_of(seen, candidates)
     if share is not None and (problem := stale(seen, share)) is not None:
         raise InvalidSpec((problem,))
-    fitting = [name for name, one in candidates.items() if _fits(seen, share, one)]
-    if len(fitting) == 1:
-        return Match(fitting[0], share, tuple(_notes(seen, share)))
-    if fitting:
-        raise InvalidSpec((_ambiguous(seen, fitting),))
-    raise InvalidSpec((_part_of_card(seen, share) or _other_memory(seen, candidates),))
+    return share, [name for name, one in candidates.items() if _fits(seen, share, one)]
 
 
 def candidates_of(seen: GpuLabels, profiles: Mapping[str, HardwareProfile]) -> dict[str, HardwareProfile]:
@@ -249,11 +269,20 @@ def _part_of_card(seen: GpuLabels, share: Share | None) -> Problem | None:
     if partition.is_whole and (share is None or share.parts == 1):
         return None
     what = "" if share is None else f": {share}, one of {share.parts}"
-    label = "compute-memory-partition" if seen.partition else "cu-count"
+    label, value = _tells_partition(seen)
     return Problem(
-        seen.where(label), f"{partition if seen.partition else seen.compute_units}{what}", "whole cards, spx_nps1",
+        seen.where(label), f"{value}{what}", "whole cards, spx_nps1",
         f"set compute partition SPX and memory partition NPS1 with AMD's device config manager or amd-smi, or {own}",
     )  # fmt: skip
+
+
+def _tells_partition(seen: GpuLabels) -> tuple[str, str]:
+    """The label that shows a part of a card, and its value."""
+    if seen.partition is not None:
+        return "compute-memory-partition", str(seen.partition)
+    if seen.compute_units is not None:
+        return "cu-count", str(seen.compute_units)
+    return "vram", f"{(seen.vram or 0) // GIB}G"
 
 
 def _other_memory(seen: GpuLabels, candidates: Mapping[str, HardwareProfile]) -> Problem:
@@ -268,6 +297,24 @@ def _other_memory(seen: GpuLabels, candidates: Mapping[str, HardwareProfile]) ->
         seen.where(label), got, f"with device id {seen.device_id}: {', '.join(known)}",
         f"check the card, or write a profile for it: `kimictl profile from-node {seen.node}` drafts it",
     )  # fmt: skip
+
+
+def _unfit(seen: GpuLabels, share: Share | None, profiles: Mapping[str, HardwareProfile]) -> Problem:
+    """Why no profile of this device id describes these GPUs."""
+    return _part_of_card(seen, share) or _other_memory(seen, candidates_of(seen, profiles))
+
+
+def _another(seen: GpuLabels, fitting: list[str], profile: HardwareProfile) -> Problem:
+    match, name = profile.spec.match, profile.metadata.name
+    first = match.device_ids[0] if match.device_ids else "..."
+    selector = "keep the pods off it with template.nodeSelector of both roles"
+    if seen.device_id in match.device_ids:
+        vram = "" if seen.vram is None else f", {seen.vram // GIB}G"
+        got, expected = f"{seen.device_id}{vram} ({' or '.join(fitting)})", f"GPUs of {name}"
+    else:
+        got, expected = f"{seen.device_id} ({' or '.join(fitting)})", f"{' or '.join(match.device_ids)} ({name})"
+        selector += f", such as amd.com/gpu.device-id: {first!r}"
+    return Problem(seen.where("device-id"), got, expected, selector)
 
 
 def _ambiguous(seen: GpuLabels, names: list[str]) -> Problem:

@@ -230,7 +230,7 @@ def test_an_unknown_profile_names_the_known_ones() -> None:
 )
 def test_a_profile_is_found_by_device_id_and_memory(labels: dict[str, str], name: str) -> None:
     spec = spec_of("mi300x-2p2d.yaml", hardware__profile=None)
-    assert select_profile(spec, PROFILES, [{}, labels]).metadata.name == name
+    assert select_profile(spec, PROFILES, [("control-plane", {}), ("gpu-1", labels)]).metadata.name == name
 
 
 @pytest.mark.parametrize(
@@ -246,7 +246,7 @@ def test_a_profile_is_found_by_device_id_and_memory(labels: dict[str, str], name
 def test_no_profile_is_guessed(nodes: list[dict[str, str]]) -> None:
     spec = spec_of("mi300x-2p2d.yaml", hardware__profile=None)
     with pytest.raises(InvalidSpec, match=r"spec\.hardware\.profile: got nothing"):
-        select_profile(spec, PROFILES, nodes)
+        select_profile(spec, PROFILES, [(f"gpu-{number}", labels) for number, labels in enumerate(nodes)])
 
 
 @pytest.mark.parametrize("name", sorted(PROFILES))

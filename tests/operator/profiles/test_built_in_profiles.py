@@ -92,7 +92,7 @@ def test_what_nobody_measured_says_so_in_the_lines_of_a_plan() -> None:
     assert hows["mi300x"]["activations"].endswith("split assumed (not measured)")
     for name in ("mi308x", "mi350x", "mi355x"):
         for label in ("contexts", "symmetric heap", "activations", "captured graphs"):
-            assert hows[name][label].endswith("(not measured on this hardware)"), (name, label)
+            assert "(not measured on this hardware)" in hows[name][label], (name, label)
 
 
 def test_bandwidth_of_mi308x_is_not_verified() -> None:
