@@ -40,6 +40,7 @@ def hardware_profile_crd() -> dict[str, Any]:
         _column("GPUs", ".spec.gpu.perNode", "integer"),
         _column("Memory", ".spec.gpu.memory"),
         _column("Transport", ".spec.fabric.transport", wide=True),
+        _column("Worker", ".spec.worker.support", wide=True),
         _column("Age", ".metadata.creationTimestamp", "date"),
     ]
     return _crd(

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from kimi_operator.api import crd
+from kimi_operator.profiles import built_in_profiles
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 CRDS = {"kd": crd.kimi_deployment_crd(), "hwp": crd.hardware_profile_crd()}
@@ -89,7 +90,8 @@ def test_rules_of_a_deployment() -> None:
     assert found[".spec.model.checkpoint"] == [
         "[has(self.hostPath), has(self.persistentVolumeClaim), has(self.image)].filter(x, x).size() == 1"
     ]
-    assert found[".spec"] == ["self.prefill.tensorParallel == self.decode.tensorParallel"]
+    assert found[".spec"][0] == "self.prefill.tensorParallel == self.decode.tensorParallel"
+    assert len(found[".spec"]) == 3, "and the experts of each role: test_rules_of_architectures.py"
     assert found[".spec.decode"] == ["self.gpusPerNode % self.tensorParallel == 0"]
     frozen = [".spec.model.architecture", ".spec.model.servedName"]
     frozen += [f".spec.{role}.{size}" for role in ("prefill", "decode") for size in SHAPE]
@@ -162,3 +164,10 @@ def test_columns_point_at_fields_that_exist() -> None:
         for column in definition["spec"]["versions"][0]["additionalPrinterColumns"]:
             path = column["jsonPath"].replace('[?(@.type=="Ready")]', "[]")
             assert path in paths or path == ".metadata.creationTimestamp", column
+
+
+def test_a_profile_says_in_a_wide_column_what_the_worker_promises() -> None:
+    columns = {column["name"]: column for column in CRDS["hwp"]["spec"]["versions"][0]["additionalPrinterColumns"]}
+    assert [name for name in columns if "priority" in columns[name]] == ["Transport", "Worker"]
+    for name, profile in built_in_profiles().items():
+        assert profile.spec.worker is not None, name
