@@ -25,7 +25,7 @@ from kimi_worker.router.proxy import Proxy, Route
 from kimi_worker.server.http import PATIENCE, Patience, add_error_handlers
 from kimi_worker.server.listen import keep_alive, take_port
 from kimi_worker.server.private_logs import log_privately
-from kimi_worker.server.serving import KEEP_ALIVE_S, uvicorn_config
+from kimi_worker.server.serving import KEEP_ALIVE_S, spare_collector, uvicorn_config
 from kimi_worker.server.work import unknown_model
 from kimi_worker.settings import Role, RouterSettings
 
@@ -212,6 +212,7 @@ async def serve(settings: RouterSettings, listener: socket.socket) -> None:
     log_privately()
     app = create_app(settings)
     config = uvicorn_config(app, settings.drain_s)
+    spare_collector()
     await _Server(config, app, settings.drain_s).serve([listener])
 
 

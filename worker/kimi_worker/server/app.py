@@ -18,7 +18,7 @@ from kimi_worker.server.lanes import Lane, Lanes
 from kimi_worker.server.listen import take_port
 from kimi_worker.server.metrics import Metrics
 from kimi_worker.server.private_logs import log_privately
-from kimi_worker.server.serving import uvicorn_config
+from kimi_worker.server.serving import spare_collector, uvicorn_config
 from kimi_worker.server.work import Intake, Work, unknown_model
 from kimi_worker.settings import PodIdentity, Role, WorkerSettings
 
@@ -203,4 +203,5 @@ async def serve(settings: WorkerSettings, identity: PodIdentity) -> None:
     listener = take_port(settings.ports.api)
     log_privately()
     config = uvicorn_config(create_app(settings, identity), settings.timeouts.drain_s)
+    spare_collector()
     await uvicorn.Server(config).serve([listener])
