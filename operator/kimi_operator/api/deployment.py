@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from enum import StrEnum
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import ConfigDict, Field, StringConstraints, field_validator, model_validator
 
@@ -20,6 +20,11 @@ MAX_NAME_LENGTH = 40
 """Labels hold 63: `-prefill-<group>` and the StatefulSet controller's `-<10 characters>` come after the name."""
 NAME_PATTERN = r"^[a-z]([-a-z0-9]*[a-z0-9])?$"
 ONE_SOURCE = "exactly one of hostPath, persistentVolumeClaim and image"
+
+
+EXPERTS = {"kimi-k3": 896, "kimi-k3-tiny": 8}
+MAX_POSITIONS = {"kimi-k3": 1_048_576, "kimi-k3-tiny": 8192}
+"""Of the built-in architectures, for rules that the API server checks; a test holds them against the architectures."""
 
 
 class Role(StrEnum):
@@ -97,8 +102,39 @@ class Checkpoint(ApiModel):
         return self
 
 
+def _of_architecture(table: dict[str, int], path: str, check: str) -> str:
+    """CEL: whether `check` holds of the architecture's number, written `#`; unknown architectures pass."""
+    literal = "{" + ", ".join(f"'{name}': {number}" for name, number in table.items()) + "}"
+    return f"!({path} in {literal}) || " + check.replace("#", f"{literal}[{path}]")
+
+
+def _listed(table: dict[str, int]) -> str:
+    return ", ".join(f"{number:,} of {name}" for name, number in table.items())
+
+
+def _ranks_divide_experts(role: str) -> dict[str, Any]:
+    """Rule of the spec: routed experts are shared evenly among a group's ranks."""
+    ranks = f"self.{role}.nodesPerGroup * self.{role}.gpusPerNode"
+    return rule(
+        _of_architecture(EXPERTS, "self.model.architecture", f"# % ({ranks}) == 0"),
+        f"nodesPerGroup x gpusPerNode must divide the routed experts ({_listed(EXPERTS)}); change one of them",
+        field_path=f".{role}.nodesPerGroup",
+    )
+
+
 class ModelSpec(ApiModel):
     """Which model is served, and under which name."""
+
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            rule(
+                "!has(self.maxModelLen) || "
+                + _of_architecture(MAX_POSITIONS, "self.architecture", "self.maxModelLen <= #"),
+                f"at most the positions that the model was made for: {_listed(MAX_POSITIONS)}; lower it",
+                field_path=".maxModelLen",
+            )
+        )
+    )
 
     architecture: str = Field(
         default="kimi-k3",
@@ -211,7 +247,8 @@ class KimiDeploymentSpec(ApiModel):
                 "prefill and decode must have the same tensorParallel: a prefill rank writes straight into the memory "
                 "of its decode peer",
                 field_path=".decode.tensorParallel",
-            )
+            ),
+            *(_ranks_divide_experts(role.value) for role in Role),
         )
     )
 
