@@ -35,6 +35,7 @@ from kimi_operator.render import RenderConfig
 from kimi_operator.render.names import LABEL_DEPLOYMENT
 from kimi_operator.settings import LEAVE_S, OperatorSettings
 from kimi_operator.store import Document, Listing, ResourceKey, Store
+from kimi_operator.webhook import Certificate, Webhook
 
 LAG_PERIOD_S = 1.0
 SETTLE_S = 15.0
@@ -136,6 +137,14 @@ def build(
     return Operator(settings, cluster, Inbox(store, queue), pools, metrics, health)
 
 
+def make_webhook(settings: OperatorSettings, api: client.ApiClient, metrics: Metrics, port: int) -> Webhook:
+    """The endpoint of a replica; it shares nothing with the leader's work but the connection."""
+    limit = RateLimit(settings.requests_per_second, settings.request_burst)
+    cluster = Cluster(api, Store(), limit, metrics.count_request)
+    certificate = Certificate(settings.webhook_cert_dir)
+    return Webhook(cluster, certificate, metrics.count_admission, port, settings.node_selector)
+
+
 async def run(settings: OperatorSettings) -> int:
     """Run until asked to stop or the lease is lost; the exit status."""
     metrics, health = Metrics(), Health()
@@ -156,8 +165,12 @@ async def run(settings: OperatorSettings) -> int:
             metrics.leader.set(1)
             await build(settings, api, session, metrics, health).lead()
 
+        parts = [candidate.run(), lead(), stop.wait()]
+        if settings.webhook_port is not None:
+            # In every replica: the API server may ask any of them.
+            parts.append(make_webhook(settings, api, metrics, settings.webhook_port).serve())
         # The election goes on beside the work: when it ends, the lease is lost, and the process with it.
-        lost = await first_to_end(candidate.run(), lead(), stop.wait()) == 0
+        lost = await first_to_end(*parts) == 0
         if not lost:
             await candidate.release()
     log.info("stopped", lease_lost=lost)

@@ -15,7 +15,7 @@ from kimi_operator.decide.groups import GroupDecision, GroupPolicy, GroupWanted
 from kimi_operator.errors import InvalidSpec
 from kimi_operator.look import Refusal
 from kimi_operator.observe import NodeSeen, Observed
-from kimi_operator.planner import Infeasible, make_plan
+from kimi_operator.planner import Infeasible, Plan, make_plan
 from kimi_operator.planner.report import plan_status
 from kimi_operator.profiles import architecture, select_profile
 from kimi_operator.render import RenderConfig, Rendered, RenderInputs, render
@@ -51,10 +51,32 @@ class Profiles:
     broken: Mapping[str, str]
 
 
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A spec that fits, with what it was planned on."""
+
+    spec: KimiDeploymentSpec
+    profile: HardwareProfile
+    plan: Plan
+
+
 def desire(
     document: Document, profiles: Profiles, nodes: Iterable[NodeSeen], config: RenderConfig, node_s: float
 ) -> Desired | Refusal:
     """Read the spec, find its hardware, plan. `node_s`: how long a node may be NotReady."""
+    planned = plan_document(document, profiles, nodes)
+    if isinstance(planned, Refusal):
+        return planned
+    spec, profile, plan, metadata = planned.spec, planned.profile, planned.plan, document["metadata"]
+    inputs = RenderInputs(Owner(metadata["name"], metadata["namespace"], metadata["uid"]), spec, plan, profile, config)
+    revisions = {role: role_revision(inputs, role) for role in Role}
+    return Desired(
+        inputs, revisions, _groups(inputs, revisions), _policy(spec, profile, node_s), plan_status(plan, profile)
+    )
+
+
+def plan_document(document: Document, profiles: Profiles, nodes: Iterable[NodeSeen]) -> Planned | Refusal:
+    """Read the spec, find its hardware, plan; or why that cannot be done."""
     try:
         spec = parse(KimiDeploymentSpec, document.get("spec", {}), "spec")
     except InvalidSpec as error:
@@ -73,12 +95,7 @@ def desire(
     plan = make_plan(known, spec, profile)
     if isinstance(plan, Infeasible):
         return Refusal(Reason.DOES_NOT_FIT, str(plan))
-    metadata = document["metadata"]
-    inputs = RenderInputs(Owner(metadata["name"], metadata["namespace"], metadata["uid"]), spec, plan, profile, config)
-    revisions = {role: role_revision(inputs, role) for role in Role}
-    return Desired(
-        inputs, revisions, _groups(inputs, revisions), _policy(spec, profile, node_s), plan_status(plan, profile)
-    )
+    return Planned(spec, profile, plan)
 
 
 def keep_running(document: Document, seen: Observed) -> tuple[GroupWanted, ...]:
@@ -105,10 +122,24 @@ def read_profiles(documents: Iterable[Document]) -> Profiles:
     return Profiles(known, broken)
 
 
+def names_profile(document: Document) -> bool:
+    """Whether the profile is known without a look at the nodes; also where no profile will be asked for."""
+    try:
+        spec = parse(KimiDeploymentSpec, document.get("spec", {}), "spec")
+    except InvalidSpec:
+        return True
+    return spec.hardware.profile is not None or _planned_profile(document) is not None
+
+
+def _planned_profile(document: Document) -> str | None:
+    plan = document.get("status", {}).get("plan")
+    name = plan.get("profile") if isinstance(plan, Mapping) else None
+    return name if isinstance(name, str) else None
+
+
 def _with_profile(spec: KimiDeploymentSpec, document: Document, profiles: Profiles) -> KimiDeploymentSpec:
     """A spec that leaves its profile open keeps the one it was planned with: other nodes may come at any time."""
-    plan = document.get("status", {}).get("plan", {})
-    name = plan.get("profile")
+    name = _planned_profile(document)
     if spec.hardware.profile is not None or (name not in profiles.known and name not in profiles.broken):
         return spec
     return spec.model_copy(update={"hardware": HardwareSpec(profile=name)})

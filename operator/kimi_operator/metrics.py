@@ -32,6 +32,10 @@ class Metrics:
             "kimi_operator_group_restarts_total", "Groups restarted: one failed, or a pod of it had to leave.",
             "namespace", "deployment", "role",
         )  # fmt: skip
+        self.admissions = self._counter(
+            "kimi_operator_admissions_total", "Questions of the API server, by answer: allowed, warned, refused.",
+            "answer",
+        )  # fmt: skip
         self.groups = Gauge(
             "kimi_operator_groups", "Groups by state.", ("namespace", "deployment", "role", "state"),
             registry=self.registry,
@@ -58,6 +62,10 @@ class Metrics:
     def count_request(self, verb: str, kind: str) -> None:
         """A request is sent to the API server."""
         self.requests.labels(verb, kind).inc()
+
+    def count_admission(self, answer: str) -> None:
+        """The API server has asked about a KimiDeployment."""
+        self.admissions.labels(answer).inc()
 
     def set_groups(self, key: ResourceKey, decisions: Mapping[GroupKey, GroupDecision]) -> None:
         """How many groups of a deployment are in which state."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator
@@ -55,6 +56,10 @@ class OperatorSettings(BaseSettings):
 
     http_port: int = Field(default=8080, ge=0, le=65535)
     """/healthz, /readyz and /metrics."""
+    webhook_port: int | None = Field(default=None, ge=0, le=65535)
+    """Where the API server asks before it takes a KimiDeployment; absent: nothing listens."""
+    webhook_cert_dir: Path = Path("/etc/kimi/webhook")
+    """Holds tls.crt and tls.key; looked at again and again, since they are renewed in place."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
     @field_validator("image_pull_secrets", "watch_namespaces", mode="before")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import importlib.util
 import os
 import shutil
@@ -18,6 +19,7 @@ from kimi_operator.api.crd import all_crds
 from kimi_operator.cluster import KINDS
 from kimi_operator.handlers import WATCHED_KINDS
 from kimi_operator.settings import OperatorSettings
+from kimi_operator.webhook import ANSWER_S, PATH, Certificate
 
 CHART = Path(__file__).parents[3] / "charts" / "kimi-operator"
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "kimi-operator"
@@ -185,6 +187,112 @@ def test_whoever_installs_is_told_that_the_default_image_follows_the_operator(ta
     assert ("the next upgrade restarts them group by group" in done.stdout) == is_warned
 
 
+WEBHOOK = ("--set", "webhook.enabled=true")
+SERVICE = "kimi-operator-webhook"
+
+
+def webhook(*arguments: str) -> dict[str, Any]:
+    """The one webhook of the rendered configuration."""
+    (one,) = template(*WEBHOOK, *arguments)["ValidatingWebhookConfiguration", "kimi-operator"]["webhooks"]
+    return dict(one)
+
+
+def test_no_webhook_comes_unless_asked_for_and_it_needs_no_right() -> None:
+    plain, with_webhook = template(), template(*WEBHOOK)
+    assert not any("webhook" in name or "Webhook" in kind for kind, name in plain)
+    assert "webhook" not in yaml.safe_dump(plain["Deployment", "kimi-operator"])
+    assert set(with_webhook) - set(plain) == {
+        ("Secret", SERVICE),
+        ("Service", SERVICE),
+        ("ValidatingWebhookConfiguration", "kimi-operator"),
+    }
+    for key, one in plain.items():
+        if "rules" in one:
+            assert one["rules"] == with_webhook[key]["rules"], key
+
+
+def test_the_webhook_holds_up_nothing_but_changes_of_a_spec() -> None:
+    one = webhook()
+    assert (one["failurePolicy"], one["sideEffects"], one["timeoutSeconds"]) == ("Ignore", "None", 5)
+    (rule,) = one["rules"]
+    assert rule["resources"] == ["kimideployments"], "neither status nor scale"
+    assert rule["operations"] == ["CREATE", "UPDATE"]
+    (condition,) = one["matchConditions"]
+    assert "object.spec != oldObject.spec" in condition["expression"]
+    assert "!has(object.metadata.deletionTimestamp)" in condition["expression"]
+    assert one["timeoutSeconds"] > ANSWER_S, "the operator gives up first, and says what it could not check"
+
+
+def test_with_namespaces_the_webhook_is_asked_about_those_alone() -> None:
+    assert "namespaceSelector" not in webhook()
+    (term,) = webhook("--set", "watchNamespaces={a,b}")["namespaceSelector"]["matchExpressions"]
+    assert term == {"key": "kubernetes.io/metadata.name", "operator": "In", "values": ["a", "b"]}
+
+
+def test_the_webhooks_way_leads_to_the_operator() -> None:
+    found = template(*WEBHOOK)
+    reference = webhook()["clientConfig"]["service"]
+    assert reference == {"name": SERVICE, "namespace": "kimi-system", "path": PATH, "port": 443}
+    service, deployment = found["Service", SERVICE]["spec"], found["Deployment", "kimi-operator"]["spec"]
+    assert service["selector"] == deployment["selector"]["matchLabels"]
+    (container,) = deployment["template"]["spec"]["containers"]
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert service["ports"][0]["targetPort"] == "webhook"
+    env = {one["name"]: one.get("value") for one in container["env"]}
+    given = {name.removeprefix("KIMI_OPERATOR_").lower(): value for name, value in env.items() if "WEBHOOK" in name}
+    settings = OperatorSettings.model_validate(given)
+    assert settings.webhook_port == ports["webhook"] == 9443
+    mounts = {one["name"]: one["mountPath"] for one in container["volumeMounts"]}
+    assert str(settings.webhook_cert_dir) == mounts["webhook"]
+    volumes = {one["name"]: one for one in deployment["template"]["spec"]["volumes"]}
+    assert volumes["webhook"]["secret"] == {"secretName": SERVICE, "defaultMode": 0o440, "optional": True}
+
+
+def test_the_charts_own_certificate_is_for_the_service_and_trusted_by_the_api_server(tmp_path: Path) -> None:
+    found = template(*WEBHOOK)
+    secret, trusted = found["Secret", SERVICE], webhook()["clientConfig"]["caBundle"]
+    assert (secret["type"], secret["data"]["tls.crt"]) == ("kubernetes.io/tls", trusted)
+    pair = {name: tmp_path / name for name in ("tls.crt", "tls.key")}
+    for name, path in pair.items():
+        path.write_bytes(base64.b64decode(secret["data"][name]))
+    assert Certificate(tmp_path).renew(), "certificate and key belong together"
+    host = f"{SERVICE}.kimi-system.svc"
+    checks = ["-purpose", "sslserver", "-verify_hostname", host, "-CAfile", str(pair["tls.crt"]), str(pair["tls.crt"])]
+    done = subprocess.run(["openssl", "verify", *checks], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+ISSUERS = {
+    "its own": ([], {"kind": "Issuer", "name": SERVICE}),
+    "another": (
+        ["webhook.certManager.issuerRef.kind=ClusterIssuer", "webhook.certManager.issuerRef.name=internal"],
+        {"kind": "ClusterIssuer", "name": "internal"},
+    ),
+}
+
+
+@pytest.mark.parametrize(("settings", "issuer"), ISSUERS.values(), ids=ISSUERS.keys())
+def test_cert_manager_can_make_the_certificate(settings: list[str], issuer: dict[str, str]) -> None:
+    chosen = [word for one in ("webhook.certManager.enabled=true", *settings) for word in ("--set", one)]
+    found = template(*WEBHOOK, *chosen)
+    assert ("Secret", SERVICE) not in found
+    assert (("Issuer", SERVICE) in found) == (issuer["kind"] == "Issuer")
+    spec = found["Certificate", SERVICE]["spec"]
+    assert (spec["secretName"], spec["dnsNames"]) == (SERVICE, [f"{SERVICE}.kimi-system.svc"])
+    assert spec["issuerRef"] == issuer
+    configuration = found["ValidatingWebhookConfiguration", "kimi-operator"]
+    assert configuration["metadata"]["annotations"] == {"cert-manager.io/inject-ca-from": f"kimi-system/{SERVICE}"}
+    assert "caBundle" not in configuration["webhooks"][0]["clientConfig"]
+
+
+def test_a_network_policy_lets_the_api_server_ask() -> None:
+    settings = ("--set", "networkPolicy.enabled=true", "--set", "networkPolicy.from[0].podSelector.matchLabels.app=p")
+    policy = template(*WEBHOOK, *settings)["NetworkPolicy", "kimi-operator"]["spec"]
+    metrics, asked = policy["ingress"]
+    assert metrics["from"]
+    assert asked == {"ports": [{"port": "webhook", "protocol": "TCP"}]}
+
+
 def test_a_service_monitor_comes_only_when_asked_for() -> None:
     assert ("ServiceMonitor", "kimi-operator") not in template()
     assert ("ServiceMonitor", "kimi-operator") in template("--set", "metrics.serviceMonitor.enabled=true")
@@ -199,6 +307,9 @@ def test_a_service_monitor_comes_only_when_asked_for() -> None:
         ("watchNamespaces={Upper}", "pattern"),
         ("image.pullPolicy=Sometimes", "pullPolicy"),
         ("networkPolicy.from=anybody", "networkPolicy"),
+        ("webhook.timeoutSeconds=30", "timeoutSeconds"),
+        ("webhook.failurePolicy=Fail", "additional properties 'failurePolicy' not allowed"),
+        ("webhook.enabled=true,webhook.port=8080", "webhook.port: got 8080, expected another port than metrics.port"),
         ("leaderElection.renewDeadlineSeconds=15", "expected 1.2 * retry < renew < lease"),
         ("leaderElection.retryPeriodSeconds=9", "leaderElection: got retryPeriodSeconds 9, renewDeadlineSeconds 10"),
     ],

@@ -1,0 +1,186 @@
+"""The endpoint of admission over TLS and a real socket, beside an API server in memory."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import subprocess
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from api_server import UNANSWERED, Fault
+from kimi_operator import webhook as endpoint
+from kimi_operator.__main__ import make_webhook
+from kimi_operator.metrics import Metrics
+from kimi_operator.settings import OperatorSettings
+from kimi_operator.webhook import PATH, Webhook
+from stage import Stage, node
+from test_admission import TOO_LARGE, deployment, review
+
+DEADLINE_S = 30.0
+
+
+def write_pair(folder: Path, name: str = "localhost") -> bytes:
+    """A new self-signed pair, put where the chart mounts one; the certificate."""
+    request = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    files = ["-keyout", str(folder / "tls.key"), "-out", str(folder / "tls.crt")]
+    names = ["-subj", f"/CN={name}", "-addext", "subjectAltName=DNS:localhost", "-days", "2"]
+    subprocess.run([*request, *files, *names], check=True, capture_output=True, timeout=60)
+    return (folder / "tls.crt").read_bytes()
+
+
+@dataclass
+class Asker:
+    """The API server's side."""
+
+    webhook: Webhook
+    folder: Path
+    metrics: Metrics
+    task: asyncio.Task[Any]
+    trusted: str = ""
+    answers: Counter[int] = field(default_factory=Counter)
+
+    async def ask(self, body: object, method: str = "POST", path: str = PATH) -> tuple[int, Any]:
+        """Status, and the answer as JSON or text. A connection of its own: a new certificate counts from the next."""
+        context = ssl.create_default_context(cadata=self.trusted)
+        url = f"https://localhost:{self.webhook.bound_port}{path}"
+        sent = {"data": body} if isinstance(body, bytes) else {"json": body}
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=context)) as session:
+            async with session.request(method, url, timeout=aiohttp.ClientTimeout(total=10), **sent) as answer:
+                is_json = answer.content_type == "application/json"
+                return answer.status, await answer.json() if is_json else await answer.text()
+
+    def count(self, answer: str) -> float:
+        return self.metrics.registry.get_sample_value("kimi_operator_admissions_total", {"answer": answer}) or 0.0
+
+    async def wait_until_it_serves(self) -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            while not self.webhook.bound_port:  # it has no event to offer
+                assert not self.task.done(), self.task
+                await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+async def asker(stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Asker]:
+    """A replica that does not lead, as the program makes it; no certificate lies there yet."""
+    monkeypatch.setattr(endpoint, "LOOK_AGAIN_S", 0.02)
+    settings, metrics = OperatorSettings(webhook_cert_dir=tmp_path), Metrics()
+    webhook = make_webhook(settings, stage.api, metrics, 0)
+    task = asyncio.create_task(webhook.serve())
+    yield Asker(webhook, tmp_path, metrics, task)
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
+
+
+@pytest.fixture
+async def trusted(asker: Asker) -> Asker:
+    """The same, once it serves."""
+    asker.trusted = write_pair(asker.folder).decode()
+    await asker.wait_until_it_serves()
+    return asker
+
+
+async def test_what_fits_passes_and_what_does_not_is_refused_with_the_sums(trusted: Asker) -> None:
+    status, answer = await trusted.ask(review(deployment()))
+    assert (status, answer["response"]) == (200, {"uid": "705ab4f5", "allowed": True})
+    assert (answer["apiVersion"], answer["kind"]) == ("admission.k8s.io/v1", "AdmissionReview")
+    status, answer = await trusted.ask(review(deployment(TOO_LARGE)))
+    assert (status, answer["response"]["allowed"], answer["response"]["status"]["code"]) == (200, False, 422)
+    assert "at most 64.0 MiB, the memory of a GPU" in answer["response"]["status"]["message"]
+    assert (trusted.count("allowed"), trusted.count("refused"), trusted.count("warned")) == (1, 1, 0)
+
+
+async def test_the_profile_of_this_moment_counts(stage: Stage, trusted: Asker) -> None:
+    """Whoever enlarges a profile and then applies what needs it must not be refused by what was remembered."""
+    spec = stage.server.get("HardwareProfile", "local-cpu")["spec"]
+    for memory, is_allowed in (("40Mi", False), ("64Mi", True)):
+        stage.server.edit("HardwareProfile", "local-cpu", spec={**spec, "gpu": {**spec["gpu"], "memory": memory}})
+        _, answer = await trusted.ask(review(deployment()))
+        assert answer["response"]["allowed"] is is_allowed
+
+
+async def test_where_no_profile_is_named_the_nodes_are_asked(stage: Stage, trusted: Asker) -> None:
+    nameless = deployment(TOO_LARGE | {"spec.hardware": None})
+    _, answer = await trusted.ask(review(nameless))
+    assert answer["response"]["allowed"] is True
+    assert "ProfileUnknown" in answer["response"]["warnings"][0]
+    spec = stage.server.get("HardwareProfile", "local-cpu")["spec"]
+    stage.server.edit("HardwareProfile", "local-cpu", spec={**spec, "match": {"deviceIds": ["74a1"]}})
+    stage.server.put(node("node0", **{"amd.com/gpu.device-id": "74a1"}))
+    _, answer = await trusted.ask(review(nameless))
+    assert answer["response"]["allowed"] is False
+
+
+@pytest.mark.parametrize("status", [403, 500, 503, UNANSWERED])
+async def test_without_the_profiles_everything_passes_and_says_so(stage: Stage, trusted: Asker, status: int) -> None:
+    stage.server.faults.append(Fault(status, "HardwareProfile"))
+    _, answer = await trusted.ask(review(deployment(TOO_LARGE)))
+    assert answer["response"]["allowed"] is True
+    assert "not checked whether this fits" in answer["response"]["warnings"][0]
+
+
+async def test_what_changes_no_spec_asks_nobody(stage: Stage, trusted: Asker) -> None:
+    stage.server.faults.append(Fault(500))
+    old = deployment(TOO_LARGE)
+    for new in (deployment(TOO_LARGE | {"metadata.finalizers": []}), old):
+        assert await trusted.ask(review(new, old)) == (
+            200,
+            {
+                "apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview",
+                "response": {"uid": "705ab4f5", "allowed": True},
+            },
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b"", "the body is no JSON"),
+        (b"\xff\xfe", "the body is no JSON"),
+        (b"[" * 100_000, "the body is no JSON"),
+        (b"[]", "the body: got list, expected a JSON object"),
+        (b'{"kind": "Pod", "apiVersion": "v1"}', "got v1 Pod, expected admission.k8s.io/v1 AdmissionReview"),
+        (b'{"kind": "AdmissionReview", "apiVersion": "admission.k8s.io/v1"}', "request: got nothing"),
+    ],
+)
+async def test_a_bad_question_gets_a_400_that_says_why(trusted: Asker, body: bytes, words: str) -> None:
+    status, text = await trusted.ask(body)
+    assert status == 400
+    assert words in text
+
+
+async def test_only_one_path_and_one_method_are_served(trusted: Asker) -> None:
+    assert (await trusted.ask(b"", method="GET"))[0] == 405
+    assert (await trusted.ask(b"{}", path="/metrics"))[0] == 404
+
+
+async def test_it_serves_once_a_certificate_comes_and_takes_a_new_one_in_place(asker: Asker) -> None:
+    assert not asker.webhook.certificate.renew()
+    (asker.folder / "tls.crt").write_text("half a pair")
+    assert not asker.webhook.certificate.renew()
+    asker.trusted = write_pair(asker.folder).decode()
+    await asker.wait_until_it_serves()
+    assert (await asker.ask(review(deployment())))[0] == 200
+    (asker.folder / "tls.key").write_text("torn")
+    assert asker.webhook.certificate.renew(), "the old pair goes on"
+    assert (await asker.ask(review(deployment())))[0] == 200
+    asker.trusted = write_pair(asker.folder, "renewed").decode()
+    async with asyncio.timeout(DEADLINE_S):
+        while True:
+            with suppress(aiohttp.ClientConnectorCertificateError):
+                assert (await asker.ask(review(deployment())))[0] == 200
+                return
+
+
+async def test_without_tls_nothing_is_answered(trusted: Asker) -> None:
+    url = f"http://localhost:{trusted.webhook.bound_port}{PATH}"
+    async with aiohttp.ClientSession() as session:
+        with pytest.raises(aiohttp.ClientError):
+            await session.post(url, json=review(deployment()))
