@@ -8,21 +8,18 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 from statistics import NormalDist
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import BeforeValidator, Field
-
-from kimi_operator.api.base import ApiModel, parse
+from kimi_operator.api.base import parse
 from kimi_operator.api.deployment import Role
+from kimi_operator.api.workload import ONE_DISTRIBUTION, LengthsSpec, WorkloadSpec
 from kimi_operator.errors import InvalidSpec, Problem
 
 NUM_POINTS = 32
 """Lengths that stand for a distribution; its longest is kept apart."""
-MAX_TOKENS = 16_777_216
 LONGEST_PERCENTILE = 0.99
 """A log-normal has no longest: this part of it is served in full."""
 
-Tokens = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
 _P95 = NormalDist().inv_cdf(0.95)
 
 
@@ -146,52 +143,17 @@ class Workload:
         return replace(self, prompt=self.prompt.within(max(1, max_positions - output.longest)), output=output)
 
 
-class _Uniform(ApiModel):
-    min: Tokens
-    max: Tokens
-
-
-class _LogNormal(ApiModel):
-    median: Tokens
-    p95: Tokens
-
-
-class _LengthsSpec(ApiModel):
-    """Exactly one of these."""
-
-    fixed: Tokens | None = None
-    uniform: _Uniform | None = None
-    log_normal: _LogNormal | None = None
-    # Not strict: behind the validator of `prompt` and `output`, a JSON list is a Python list.
-    empirical: tuple[Tokens, ...] | None = Field(default=None, min_length=1, max_length=100_000, strict=False)
-
-
-def _number_is_fixed(value: object) -> object:
-    return {"fixed": value} if isinstance(value, int) and not isinstance(value, bool) else value
-
-
-class _Targets(ApiModel):
-    ttft_seconds: float | None = Field(default=None, gt=0, le=86_400)
-    tpot_seconds: float | None = Field(default=None, gt=0, le=3600)
-
-
-class _WorkloadSpec(ApiModel):
-    prompt: Annotated[_LengthsSpec, BeforeValidator(_number_is_fixed)]
-    output: Annotated[_LengthsSpec, BeforeValidator(_number_is_fixed)]
-    reuse: float = Field(default=0.0, ge=0, lt=1)
-    targets: _Targets = Field(default_factory=_Targets)
-    concurrency: int | None = Field(default=None, ge=1, le=1_000_000)
-    requests_per_second: float | None = Field(default=None, gt=0, le=1_000_000)
-
-
 def read_workload(document: Mapping[str, Any], where: str = "workload") -> Workload:
-    """A workload from a small mapping, as it stands in YAML.
+    """A workload from a small mapping, as it stands in YAML: a WorkloadSpec whose lengths may be plain numbers.
 
-    `prompt` and `output` are a number, or one of {fixed: N}, {uniform: {min, max}}, {logNormal: {median, p95}},
-    {empirical: [N, ...]}; `reuse` a share from 0 to below 1; `targets` {ttftSeconds, tpotSeconds}; and `concurrency`
-    or `requestsPerSecond`. Raises InvalidSpec that names each wrong field, its value and what to do.
+    Raises InvalidSpec that names each wrong field, its value and what to do.
     """
-    spec = parse(_WorkloadSpec, document, where)
+    lengths = {name: _number_is_fixed(document[name]) for name in ("prompt", "output") if name in document}
+    return workload_of(parse(WorkloadSpec, {**document, **lengths}, where), where)
+
+
+def workload_of(spec: WorkloadSpec, where: str) -> Workload:
+    """What a spec asks for. Raises InvalidSpec for fields that contradict each other; `where` is the spec's path."""
     problems = [
         *_check_one_distribution(spec.prompt, f"{where}.prompt"),
         *_check_one_distribution(spec.output, f"{where}.output"),
@@ -211,6 +173,10 @@ def read_workload(document: Mapping[str, Any], where: str = "workload") -> Workl
     )
 
 
+def _number_is_fixed(value: object) -> object:
+    return {"fixed": value} if isinstance(value, int) and not isinstance(value, bool) else value
+
+
 def check_lengths(workload: Workload, max_positions: int, where: str = "workload") -> tuple[Problem, ...]:
     """Lengths that the model was not made for. The tail of a log-normal may be longer: it is cut, not refused."""
     problems = []
@@ -228,7 +194,7 @@ def check_lengths(workload: Workload, max_positions: int, where: str = "workload
     return tuple(problems)
 
 
-def _lengths(spec: _LengthsSpec) -> Lengths:
+def _lengths(spec: LengthsSpec) -> Lengths:
     if spec.uniform is not None:
         return uniform(spec.uniform.min, spec.uniform.max)
     if spec.log_normal is not None:
@@ -239,11 +205,10 @@ def _lengths(spec: _LengthsSpec) -> Lengths:
     return fixed(spec.fixed)
 
 
-def _check_one_distribution(spec: _LengthsSpec, where: str) -> Iterator[Problem]:
+def _check_one_distribution(spec: LengthsSpec, where: str) -> Iterator[Problem]:
     given = sorted(spec.model_dump(by_alias=True, exclude_none=True))
     if len(given) != 1:
-        known = "exactly one of fixed, uniform, logNormal, empirical"
-        yield Problem(where, " and ".join(given) or "nothing", known, "keep one of them")
+        yield Problem(where, " and ".join(given) or "nothing", ONE_DISTRIBUTION, "keep one of them")
     if spec.uniform is not None and spec.uniform.min > spec.uniform.max:
         most = spec.uniform.max
         yield Problem(f"{where}.uniform.min", f"{spec.uniform.min:,}", f"at most max, {most:,}", "swap min and max")
@@ -252,7 +217,7 @@ def _check_one_distribution(spec: _LengthsSpec, where: str) -> Iterator[Problem]
         yield Problem(f"{where}.logNormal.p95", got, least, "raise p95 or lower the median")
 
 
-def _check_load(spec: _WorkloadSpec, where: str) -> Iterator[Problem]:
+def _check_load(spec: WorkloadSpec, where: str) -> Iterator[Problem]:
     rate = spec.requests_per_second
     if rate is None:
         return
