@@ -152,7 +152,7 @@ def _calibrate(results: Results, profiles: Mapping[str, HardwareProfile], where:
     samples = {name: found for name, found in _samples(results, setup).items() if found}
     changes = {}
     for name, measured in samples.items():
-        own = getattr(profile.spec, "calibration", None)
+        own = profile.spec.calibration
         try:
             changes[name] = refit(measured, calibration_for(setup, PHASES[name], own), published.samples)
         except ValueError as error:

@@ -1,0 +1,36 @@
+"""Predicted times on the hardware of a profile: by its own calibration, else by the nearest measurements."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from kimi_operator.api.deployment import Role
+from kimi_operator.api.profile import DType, HardwareProfile
+from kimi_operator.errors import InvalidSpec, Problem
+from kimi_operator.planner.architecture import Architecture
+from kimi_operator.planner.memory import ITEMSIZE, GroupShape
+from kimi_operator.planner.objective import Forecast
+from kimi_operator.planner.roofline import DecodeLoad, PrefillLoad, Setup
+from kimi_operator.planner.workload import Workload
+from kimi_operator.profiles.measurements import built_in_measurements, calibration_for, worker_engine
+
+
+def forecast_of(a: Architecture, profile: HardwareProfile, kv_dtype: DType, workload: Workload) -> Forecast:
+    """Times of the bundled worker under a workload, on any layout of these GPUs.
+
+    Raises InvalidSpec when the profile does not state bandwidth and FLOPs: no time follows without them.
+    """
+    chip, spec = built_in_measurements().chip(profile), profile.spec
+    if chip.bf16_flops is None:
+        field = f"HardwareProfile {chip.name}: spec.gpu.bf16FlopsPerSecond"
+        raise InvalidSpec((Problem(field, "nothing", "operations a second", "state the peak of dense bfloat16"),))
+    engine = replace(worker_engine(profile), kv_itemsize=ITEMSIZE[kv_dtype])
+    # Which factor is nearest does not depend on the layout.
+    one_gpu = Setup(a, chip, GroupShape(1, 1, 1), engine)
+
+    def setup(shape: GroupShape, role: Role) -> Setup:
+        del role
+        return replace(one_gpu, shape=shape)
+
+    decode, prefill = (calibration_for(one_gpu, phase, spec.calibration) for phase in (DecodeLoad, PrefillLoad))
+    return Forecast(workload, setup, decode, prefill, spec.limits.prefill_batched_tokens)
