@@ -11,11 +11,9 @@ from kimi_operator.api.status import Condition, GroupState, MeasuredFabric
 from kimi_operator.decide.blocked import is_about_checkpoint
 from kimi_operator.decide.groups import GroupDecision
 from kimi_operator.look import Look
+from kimi_operator.measured import Measured, find_drifts
 from kimi_operator.render.names import API_PORT
 from kimi_operator.times import format_time
-
-DRIFT = 0.02
-"""A pool may differ from its plan by this fraction before it is said."""
 
 
 class Finding(NamedTuple):
@@ -201,9 +199,10 @@ def _progressing(look: Look, stalled: Finding) -> Finding:
 def _plan_resolved(look: Look) -> Finding:
     if look.refusal is not None:
         return Finding("False", look.refusal.reason, look.refusal.message)
-    drift = _pool_drift(look)
-    if drift:
-        return Finding("True", Reason.POOLS_DIFFER, "; ".join(text for text, _ in drift))
+    if drifts := find_drifts(look):
+        pools_differ = any(one.what is Measured.POOL for one in drifts)
+        reason = Reason.POOLS_DIFFER if pools_differ else Reason.MEMORY_DIFFERS
+        return Finding("True", reason, "; ".join(map(str, drifts)))
     if unread := _unread(look):
         message = (
             f"the pools of {unread} cannot be read: port {API_PORT} of its pods must answer the operator "
@@ -248,25 +247,6 @@ def _fabric_told(told: Mapping[int, MeasuredFabric | None]) -> Finding:
     return Finding("Unknown", Reason.FABRIC_CHECKING, message)
 
 
-def _pool_drift(look: Look) -> list[tuple[str, bool]]:
-    """Pools that differ from the plan by more than DRIFT, and whether they are smaller."""
-    found = []
-    for key, measured in sorted(look.measured.items()):
-        if look.plan is None:
-            break
-        plan = look.plan.prefill if key.role is Role.PREFILL else look.plan.decode
-        pairs = {
-            "KV pages": (measured.num_pages, plan.num_pages),
-            "state slots": (measured.num_state_slots, plan.num_state_slots),
-            "maxNumSeqs": (measured.max_num_seqs, plan.max_num_seqs),
-        }
-        for what, (have, planned) in pairs.items():
-            if abs(have - planned) > DRIFT * planned:
-                text = f"{key.role} group {key.group}: {have} {what} a lane, planned {planned}"
-                found.append((text, have < planned))
-    return found
-
-
 def _checkpoint_failure(decision: GroupDecision) -> str | None:
     """What a worker said about the checkpoint, while its group is not ready."""
     if decision.state is GroupState.READY:
@@ -309,9 +289,9 @@ def _capacity_available(look: Look) -> Finding:
 def _degraded(look: Look, available: Finding) -> Finding:
     if look.is_suspended:
         return Finding("False", Reason.SUSPENDED, "spec.suspend is true")
-    smaller = [text for text, is_smaller in _pool_drift(look) if is_smaller]
+    smaller = [one for one in find_drifts(look) if one.what is Measured.POOL and one.have < one.planned]
     if smaller:
-        return Finding("True", Reason.POOLS_DIFFER, "; ".join(smaller))
+        return Finding("True", Reason.POOLS_DIFFER, "; ".join(map(str, smaller)))
     down = [one for one in look.decisions.values() if one.state is not GroupState.READY]
     if available.status == "True" and down:
         worst = _worst(look, down)

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import structlog
 
+from kimi_operator.api.conditions import Reason
 from kimi_operator.cluster import Cluster
 from kimi_operator.errors import KimiError, ResourceGone
 from kimi_operator.store import Document
@@ -78,7 +79,7 @@ class Journal:
 
 
 def news_of(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[News]:
-    """What a change of status tells: Ready reached or lost, and work that waits for a person."""
+    """What a change of status tells: Ready reached or lost, what is not as planned, and what waits for a person."""
     old = {one["type"]: one for one in before.get("conditions", ())}
     found = []
     for condition in after["conditions"]:
@@ -91,6 +92,8 @@ def news_of(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[News]:
             case "Stalled", "True":
                 found.append(_warning(condition))
             case (("CapacityAvailable" | "WeightsReady"), "False"):
+                found.append(_warning(condition))
+            case "PlanResolved", "True" if condition["reason"] in (Reason.POOLS_DIFFER, Reason.MEMORY_DIFFERS):
                 found.append(_warning(condition))
             case "Ready", _ if was.get("status") == "True":
                 found.append(_warning(condition))

@@ -34,7 +34,9 @@ class _Lane(BaseModel):
 class _Memory(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True)
 
-    weights_bytes: int = 0
+    weights_bytes: int = Field(default=0, ge=0)
+    free_bytes: int = Field(default=0, ge=0)
+    """0 where the device cannot tell."""
 
 
 class _Fabric(BaseModel):
@@ -63,6 +65,7 @@ class _Report:
     """What a pod said, and while which prefill pods were there."""
 
     pools: MeasuredPools
+    """With memory in bytes a lane."""
     peers: frozenset[str]
 
     def is_final(self, key: GroupKey, peers: frozenset[str]) -> bool:
@@ -81,14 +84,17 @@ class PoolReader:
     _known: dict[str, _Report] = field(default_factory=dict)
 
     async def read(
-        self, groups: Mapping[GroupKey, GroupSeen], decisions: Mapping[GroupKey, GroupDecision]
+        self,
+        groups: Mapping[GroupKey, GroupSeen],
+        decisions: Mapping[GroupKey, GroupDecision],
+        gpus_per_lane: int,
     ) -> dict[GroupKey, MeasuredPools]:
         """The smallest pools of each ready group. A pod that does not answer leaves its group out until it does."""
         ready = _ready(groups, decisions)
         peers = _peers(ready)
         await asyncio.gather(*(self._ask(group, pod, peers) for group, pod in self._open(ready, peers)))
         reports = {key: self._reports(group) for key, group in ready.items()}
-        return {key: _together(found) for key, found in reports.items() if found}
+        return {key: _together(found, gpus_per_lane) for key, found in reports.items() if found}
 
     def has_open_questions(
         self, groups: Mapping[GroupKey, GroupSeen], decisions: Mapping[GroupKey, GroupDecision]
@@ -135,12 +141,14 @@ class PoolReader:
 
 
 def _pools(state: _State) -> MeasuredPools:
-    fabric = state.fabric
+    """The smallest lane's, and the memory of the pod's GPUs by lane."""
+    fabric, memory, num_lanes = state.fabric, state.memory, len(state.lanes)
     return MeasuredPools(
         num_pages=min(lane.num_pages for lane in state.lanes),
         num_state_slots=min(lane.num_slots for lane in state.lanes),
         max_num_seqs=min(lane.max_num_seqs for lane in state.lanes),
-        weights_bytes=state.memory.weights_bytes,
+        weights_bytes=memory.weights_bytes // num_lanes,
+        free_bytes=memory.free_bytes // num_lanes if memory.free_bytes else None,
         fabric=MeasuredFabric(
             peers=max(0, fabric.peers), verified=max(0, fabric.verified), error=(fabric.error or "")[:1024]
         )
@@ -160,9 +168,10 @@ def _peers(ready: Mapping[GroupKey, GroupSeen]) -> frozenset[str]:
     return frozenset(pod.uid for key, group in ready.items() if key.role is Role.PREFILL for pod in group.current)
 
 
-def _together(reports: list[tuple[PodSeen, MeasuredPools]]) -> MeasuredPools:
-    """The smallest pools, and the sums of what the pods said of the fabric with the first error."""
+def _together(reports: list[tuple[PodSeen, MeasuredPools]], gpus_per_lane: int) -> MeasuredPools:
+    """The smallest pools, the fullest pod's memory a GPU, and the sums of what was said of the fabric."""
     pools = [report for _, report in reports]
+    free = [report.free_bytes for report in pools if report.free_bytes is not None]
     fabrics = [(pod, report.fabric) for pod, report in reports if report.fabric is not None]
     errors = [f"{pod.name}: {fabric.error}"[:1024] for pod, fabric in fabrics if fabric.error]
     fabric = MeasuredFabric(
@@ -174,6 +183,7 @@ def _together(reports: list[tuple[PodSeen, MeasuredPools]]) -> MeasuredPools:
         num_pages=min(report.num_pages for report in pools),
         num_state_slots=min(report.num_state_slots for report in pools),
         max_num_seqs=min(report.max_num_seqs for report in pools),
-        weights_bytes=max(report.weights_bytes for report in pools),
+        weights_bytes=max(report.weights_bytes for report in pools) // gpus_per_lane,
+        free_bytes=min(free) // gpus_per_lane if free else None,
         fabric=fabric if fabrics else None,
     )

@@ -98,7 +98,7 @@ class Reconciler:
         outcome = await self.actor.act(document, step.rendered, step.decisions, step.seen)
         step = replace(step, decisions=what_became(step, outcome))
         seen = await self._observe(key, step.now_s)
-        measured = await self.pools.read(seen.groups, step.decisions)
+        measured = await self.pools.read(seen.groups, step.decisions, gpus_per_lane(step))
         shortage = await self._shortage(step, seen)
         look = make_look(step, seen, outcome, measured, shortage)
         await self._report(key, step, build_status(look))
@@ -259,6 +259,13 @@ def make_look(
         is_paused=spec.rollout.paused,
         is_suspended=spec.suspend,
     )
+
+
+def gpus_per_lane(step: Step) -> int:
+    """Of both roles, as planned: tensorParallel never changes."""
+    desired, before = step.desired, step.document.get("status", {})
+    plan = read_status(before).plan if isinstance(desired, Refusal) else desired.plan
+    return max(1, plan.decode.ranks // max(1, plan.decode.lanes)) if plan is not None else 1
 
 
 def _refusal(outcome: Outcome) -> Refusal | None:

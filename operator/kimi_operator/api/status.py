@@ -74,7 +74,12 @@ class MeasuredPools(StatusModel):
     num_pages: Count = Field(description="KV pages of a lane.")
     num_state_slots: Count = Field(description="State slots of a lane.")
     max_num_seqs: Count = Field(description="Running requests a lane.")
-    weights_bytes: Count = Field(description="Weights of the fullest rank, in bytes.")
+    weights_bytes: Count = Field(description="Weights of a GPU, in bytes; of the fullest pod.")
+    free_bytes: Count | None = Field(
+        default=None,
+        description="Left of a GPU once its largest steps have run, in bytes; of the fullest pod. Absent where the "
+        "device cannot tell.",
+    )
     fabric: MeasuredFabric | None = Field(default=None, description="Test writes; absent where none are made.")
 
 
@@ -126,6 +131,10 @@ class RolePlanStatus(StatusModel):
     num_pages: Count = Field(description="KV pages of a lane.")
     page_size_tokens: Count = Field(description="Tokens of a page.")
     num_state_slots: Count = Field(description="State slots of a lane, those reserved by handoffs included.")
+    weights_bytes: Count | None = Field(default=None, description="Weights of a GPU, in bytes.")
+    free_bytes: Count | None = Field(
+        default=None, description="Left of a GPU while the workers run, in bytes: what no line of the plan spends."
+    )
     kv_pool: ShortText = Field(default="", description="Pages and slots of a GPU together, for the printer column.")
     binds: Text = Field(default="", description="What limits concurrency, and from which context on.")
     lines: tuple[MemoryLineStatus, ...] = Field(default=(), max_length=32, description="Memory of a GPU, line by line.")
@@ -138,6 +147,7 @@ class PlanStatus(StatusModel):
     profile: ShortText = Field(description="Hardware profile that was used.")
     profile_version: ShortText = Field(default="", description="Hash over the profile's content.")
     gpus: Count = Field(description="GPUs of all groups together.")
+    gpu_memory_bytes: Count | None = Field(default=None, description="Memory of a GPU, from the profile, in bytes.")
     kv_cache_dtype: ShortText = Field(description="Type of cached MLA rows.")
     experts: ShortText = Field(description="How routed experts lie in memory.")
     transport: ShortText = Field(description="Library of the handoff.")

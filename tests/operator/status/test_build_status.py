@@ -287,6 +287,54 @@ def test_real_pools_are_held_against_the_plan(pages: int, degraded: str) -> None
     assert build_status(a_look)["decode"]["groups"][0]["measured"]["numPages"] == pages
 
 
+GIB = 2**30
+WITH_MEMORY = PLAN.model_copy(
+    update={
+        "gpu_memory_bytes": 200 * GIB,
+        "decode": ROLE_PLAN.model_copy(update={"weights_bytes": 100 * GIB, "free_bytes": 10 * GIB}),
+    }
+)
+OFF = {
+    "as planned": (100.0, 10.0, ""),
+    "less free, within": (100.0, 6.1, ""),
+    "more free, within": (100.0, 13.9, ""),
+    "less free": (100.0, 5.9, "decode group 0: 5.9 GiB free on a GPU, planned 10.0 GiB (-2.1% of its 200.0 GiB)"),
+    "more free": (100.0, 15.0, "decode group 0: 15.0 GiB free on a GPU, planned 10.0 GiB (+2.5% of its 200.0 GiB)"),
+    "weights, within": (101.9, 10.0, ""),
+    "weights": (103.0, 10.0, "decode group 0: 103.0 GiB of weights a GPU, planned 100.0 GiB (+3.0%)"),
+    "nobody can tell": (0.0, None, ""),
+}
+
+
+@pytest.mark.parametrize(("weights", "free", "words"), OFF.values(), ids=OFF.keys())
+def test_measured_memory_is_held_against_the_plan(weights: float, free: float | None, words: str) -> None:
+    pools = MeasuredPools(
+        num_pages=1000, num_state_slots=34, max_num_seqs=32, weights_bytes=int(weights * GIB),
+        free_bytes=None if free is None else int(free * GIB),
+    )  # fmt: skip
+    found = conditions(look(plan=WITH_MEMORY, measured={PREFILL: pools, DECODE: pools}))
+    expected = ("True", "MemoryDiffers", words) if words else ("True", "PlanFits", "maxNumSeqs binds")
+    assert found["PlanResolved"] == expected
+    assert found["Degraded"][0] == "False", "it serves what was asked for"
+    assert found["Ready"][0] == "True"
+
+
+def test_pools_and_memory_that_are_off_are_told_together_and_pools_name_the_reason() -> None:
+    pools = MeasuredPools(num_pages=900, num_state_slots=34, max_num_seqs=32, weights_bytes=0, free_bytes=30 * GIB)
+    found = conditions(look(plan=WITH_MEMORY, measured={DECODE: pools, PREFILL: pools}))
+    assert found["PlanResolved"][1] == "PoolsDiffer"
+    assert "decode group 0: 900 KV pages a lane, planned 1000 (-10.0%)" in found["PlanResolved"][2]
+    assert "30.0 GiB free on a GPU, planned 10.0 GiB (+10.0% of its 200.0 GiB)" in found["PlanResolved"][2]
+    assert "free" not in found["Degraded"][2]
+
+
+def test_a_group_that_runs_another_revision_is_held_against_no_plan_of_this_one() -> None:
+    pools = MeasuredPools(num_pages=900, num_state_slots=34, max_num_seqs=32, weights_bytes=1, free_bytes=1)
+    a_look = look(plan=WITH_MEMORY, groups=wanted("v1-b"), paused=True, measured={PREFILL: pools, DECODE: pools})
+    assert conditions(a_look)["PlanResolved"][:2] == ("True", "PlanFits")
+    assert conditions(a_look)["Degraded"][0] == "False"
+
+
 def test_pools_that_cannot_be_read_are_told() -> None:
     found = conditions(look())
     status, reason, message = found["PlanResolved"]

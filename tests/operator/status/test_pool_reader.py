@@ -36,7 +36,7 @@ class Worker:
                 {"lane": 0, "num_pages": 500, "num_slots": 10, "max_num_seqs": 8},
                 {"lane": 1, "num_pages": 480, "num_slots": 10, "max_num_seqs": 8},
             ],
-            "memory": {"weights_bytes": 1234},
+            "memory": {"weights_bytes": 4 * 1234, "free_bytes": 4 * 500},
         }
 
     async def answer(self, _: web.Request) -> web.Response:
@@ -69,11 +69,12 @@ async def test_the_smallest_lane_counts_and_a_pod_is_asked_once(worker: Worker) 
     async with aiohttp.ClientSession() as session:
         reader = measure.PoolReader(session)
         for _ in range(3):
-            pools = (await reader.read(group("127.0.0.1", "127.0.0.1"), READY))[KEY]
+            pools = (await reader.read(group("127.0.0.1", "127.0.0.1"), READY, 2))[KEY]
         assert (pools.num_pages, pools.num_state_slots, pools.max_num_seqs, pools.weights_bytes) == (480, 10, 8, 1234)
+        assert pools.free_bytes == 500, "of one of four GPUs"
         assert worker.asked == 2
         reader.forget_except(["uid-0"])
-        await reader.read(group("127.0.0.1", "127.0.0.1"), READY)
+        await reader.read(group("127.0.0.1", "127.0.0.1"), READY, 2)
         assert worker.asked == 3
 
 
@@ -93,15 +94,23 @@ async def test_a_pod_that_does_not_answer_leaves_its_group_out_until_it_does(wor
     async with aiohttp.ClientSession() as session:
         reader = measure.PoolReader(session)
         # On this machine 127.0.0.2 answers only when somebody listens on all addresses, which the worker does not.
-        assert await reader.read(group(*ips), READY) == {}
+        assert await reader.read(group(*ips), READY, 2) == {}
         worker.status, worker.body = 200, good
-        assert KEY in await reader.read(group("127.0.0.1", "127.0.0.1"), READY)
+        assert KEY in await reader.read(group("127.0.0.1", "127.0.0.1"), READY, 2)
+
+
+async def test_a_device_that_cannot_tell_its_free_memory_is_not_full(worker: Worker) -> None:
+    async with aiohttp.ClientSession() as session:
+        worker.body["memory"] = {"weights_bytes": 8, "free_bytes": 0}
+        assert (await measure.PoolReader(session).read(group("127.0.0.1"), READY, 2))[KEY].free_bytes is None
+        worker.body["memory"] = {"weights_bytes": -8}
+        assert await measure.PoolReader(session).read(group("127.0.0.1"), READY, 2) == {}
 
 
 async def test_groups_that_are_not_ready_are_not_asked(worker: Worker) -> None:
     starting = {KEY: replace(READY[KEY], state=GroupState.STARTING)}
     async with aiohttp.ClientSession() as session:
-        assert await measure.PoolReader(session).read(group("127.0.0.1"), starting) == {}
+        assert await measure.PoolReader(session).read(group("127.0.0.1"), starting, 2) == {}
     assert worker.asked == 0
 
 
@@ -114,7 +123,7 @@ async def test_what_another_pod_answers_does_not_count(worker: Worker, field: st
     worker.body[field] = STRANGERS[field]
     async with aiohttp.ClientSession() as session:
         reader = measure.PoolReader(session)
-        assert await reader.read(group("127.0.0.1"), READY) == {}
+        assert await reader.read(group("127.0.0.1"), READY, 2) == {}
         assert reader.has_open_questions(group("127.0.0.1"), READY)
 
 
@@ -124,7 +133,7 @@ async def test_the_fabric_is_asked_about_until_it_is_verified(worker: Worker) ->
 
         async def ask(fabric: dict[str, Any] | None) -> MeasuredFabric | None:
             worker.body["fabric"] = fabric
-            return (await reader.read(group("127.0.0.1", "127.0.0.1"), READY))[KEY].fabric
+            return (await reader.read(group("127.0.0.1", "127.0.0.1"), READY, 2))[KEY].fabric
 
         assert await ask({"peers": 4, "verified": 1, "error": ""}) == MeasuredFabric(peers=8, verified=2)
         broken = await ask({"peers": 4, "verified": 3, "error": "lane 2 of 10.0.0.1: nothing arrived"})
@@ -143,17 +152,17 @@ async def test_other_prefill_pods_open_the_question_of_the_fabric_again(worker: 
     async with aiohttp.ClientSession() as session:
         reader = measure.PoolReader(session)
         first = group("127.0.0.1") | group("127.0.0.1", key=prefill, uid="first")
-        await reader.read(first, ready)
+        await reader.read(first, ready, 2)
         assert worker.asked == 2
-        await reader.read(first, ready)
+        await reader.read(first, ready, 2)
         # The prefill pod, whose address this worker has too, is refused: it answers for decode.
         assert worker.asked == 3
-        await reader.read(group("127.0.0.1") | group("127.0.0.1", key=prefill, uid="second"), ready)
+        await reader.read(group("127.0.0.1") | group("127.0.0.1", key=prefill, uid="second"), ready, 2)
         assert worker.asked == 5
 
 
 async def test_a_worker_without_test_writes_is_no_fault(worker: Worker) -> None:
     async with aiohttp.ClientSession() as session:
         reader = measure.PoolReader(session)
-        assert (await reader.read(group("127.0.0.1"), READY))[KEY].fabric is None
+        assert (await reader.read(group("127.0.0.1"), READY, 2))[KEY].fabric is None
         assert not reader.has_open_questions(group("127.0.0.1"), READY)
