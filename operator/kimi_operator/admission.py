@@ -129,7 +129,7 @@ def judge(request: Request, profiles: Profiles, nodes: Collection[NodeSeen]) -> 
         return ALLOWED
     found = plan_document(request.object, profiles, nodes)
     if isinstance(found, Planned):
-        return ALLOWED
+        return Verdict(Answer.WARNED, "; ".join(found.plan.warnings)) if found.plan.warnings else ALLOWED
     if found.reason not in REFUSED:
         return Verdict(Answer.WARNED, f"{found.reason}: {found.message}")
     if _was_so_before(request, found, profiles, nodes):

@@ -199,7 +199,11 @@ def _progressing(look: Look, stalled: Finding) -> Finding:
 def _plan_resolved(look: Look) -> Finding:
     if look.refusal is not None:
         return Finding("False", look.refusal.reason, look.refusal.message)
-    if drifts := find_drifts(look):
+    drifts = find_drifts(look)
+    if look.foreign_hardware:
+        # It explains whatever else is off.
+        return Finding("True", Reason.HARDWARE_DIFFERS, "; ".join([look.foreign_hardware, *map(str, drifts)]))
+    if drifts:
         pools_differ = any(one.what is Measured.POOL for one in drifts)
         reason = Reason.POOLS_DIFFER if pools_differ else Reason.MEMORY_DIFFERS
         return Finding("True", reason, "; ".join(map(str, drifts)))

@@ -16,6 +16,7 @@ from kimi_operator.store import Document
 from kimi_operator.times import format_time
 
 REPEAT_S = 600.0
+NOT_AS_PLANNED = (Reason.HARDWARE_DIFFERS, Reason.POOLS_DIFFER, Reason.MEMORY_DIFFERS)
 log = structlog.get_logger()
 
 
@@ -93,7 +94,7 @@ def news_of(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[News]:
                 found.append(_warning(condition))
             case (("CapacityAvailable" | "WeightsReady"), "False"):
                 found.append(_warning(condition))
-            case "PlanResolved", "True" if condition["reason"] in (Reason.POOLS_DIFFER, Reason.MEMORY_DIFFERS):
+            case "PlanResolved", "True" if condition["reason"] in NOT_AS_PLANNED:
                 found.append(_warning(condition))
             case "Ready", _ if was.get("status") == "True":
                 found.append(_warning(condition))

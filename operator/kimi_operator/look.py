@@ -49,6 +49,8 @@ class Look:
     """Groups that the spec asks for, by role."""
     router_replicas: int = 0
     shortage: str | None = None
+    foreign_hardware: str = ""
+    """What is wrong with nodes that pods run on, by their labels."""
     is_paused: bool = False
     is_suspended: bool = False
 

@@ -26,6 +26,7 @@ from kimi_operator.look import Look, Refusal
 from kimi_operator.measure import PoolReader
 from kimi_operator.metrics import Metrics
 from kimi_operator.observe import Observed, observe
+from kimi_operator.profiles import foreign_nodes
 from kimi_operator.queue import FORGET
 from kimi_operator.render import RenderConfig, Rendered
 from kimi_operator.render.names import GroupKey
@@ -101,6 +102,7 @@ class Reconciler:
         measured = await self.pools.read(seen.groups, step.decisions, gpus_per_lane(step))
         shortage = await self._shortage(step, seen)
         look = make_look(step, seen, outcome, measured, shortage)
+        look = replace(look, foreign_hardware=foreign_hardware(step, seen, self._profiles[1]))
         await self._report(key, step, build_status(look))
         if outcome.unavailable is not None:
             # Told; now the queue backs off.
@@ -259,6 +261,16 @@ def make_look(
         is_paused=spec.rollout.paused,
         is_suspended=spec.suspend,
     )
+
+
+def foreign_hardware(step: Step, seen: Observed, profiles: Profiles) -> str:
+    """What is wrong with the nodes that pods run on; the scheduler tells no chip from another."""
+    if isinstance(step.desired, Refusal):
+        return ""
+    names = {pod.node for group in seen.groups.values() for pod in group.current if pod.node in seen.nodes}
+    nodes = [(name, seen.nodes[name].labels) for name in sorted(filter(None, names))]
+    inputs = step.desired.inputs
+    return "; ".join(map(str, foreign_nodes(inputs.spec, inputs.profile, profiles.known, nodes)))
 
 
 def gpus_per_lane(step: Step) -> int:

@@ -73,6 +73,8 @@ class Reason(StrEnum):
     IMAGE_UNAVAILABLE = "ImageUnavailable"
     RESTART_BUDGET_EXHAUSTED = "RestartBudgetExhausted"
     POOLS_DIFFER = "PoolsDiffer"
+    HARDWARE_DIFFERS = "HardwareDiffers"
+    """Pods run on nodes that are not what the profile describes: another chip, or parts of one."""
     MEMORY_DIFFERS = "MemoryDiffers"
     """Weights or free memory of a GPU are not as planned, though the pools are: the profile should be mended."""
     POOLS_UNREAD = "PoolsUnread"

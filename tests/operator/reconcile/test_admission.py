@@ -80,6 +80,13 @@ def test_what_cannot_fit_is_refused_with_the_arithmetic(is_new: bool) -> None:
     }  # fmt: skip
 
 
+def test_hardware_that_nobody_tried_is_warned_of() -> None:
+    known = profiles(architecture="gfx1201")
+    verdict = decide(deployment(), known=known)
+    assert verdict.answer is Answer.WARNED
+    assert "untested on local-cpu (gfx1201)" in verdict.message
+
+
 def test_a_model_that_nobody_knows_is_refused_since_it_could_not_be_mended() -> None:
     verdict = decide(deployment({"spec.model.architecture": "kimi-k9"}))
     assert verdict.answer is Answer.REFUSED

@@ -387,6 +387,24 @@ async def test_a_profile_that_was_found_stays_when_other_nodes_come(stage: Stage
     assert stage.status()["plan"]["profile"] == "other"
 
 
+async def test_pods_on_other_hardware_than_planned_for_are_told(stage: Stage) -> None:
+    spec = stage.server.get("HardwareProfile", "local-cpu")["spec"]
+    stage.server.edit("HardwareProfile", "local-cpu", spec={**spec, "match": {"deviceIds": ["74a1"]}})
+    await stage.settle()
+    assert stage.condition("PlanResolved")[1] != "HardwareDiffers", "no label says anything"
+    home = stage.server.get("Pod", f"{DECODE}-0")["spec"]["nodeName"]
+    for name, device in ((home, "74a1"), ("elsewhere", "9999")):
+        stage.server.put(node(name, **{"amd.com/gpu.device-id": device}))
+    await stage.look()
+    assert stage.condition("PlanResolved")[1] != "HardwareDiffers"
+    stage.server.put(node(home, **{"amd.com/gpu.device-id": "9999"}))
+    await stage.look()
+    assert stage.condition("PlanResolved") == ("True", "HardwareDiffers")
+    assert f"node {home}" in stage.message("PlanResolved")
+    assert stage.condition("Ready") == ("True", "AsDesired")
+    assert stage.events("HardwareDiffers") == [stage.message("PlanResolved")]
+
+
 async def test_a_pod_whose_end_nobody_told_is_looked_for(stage: Stage) -> None:
     await stage.settle()
     stage.change_spec(suspend=True)

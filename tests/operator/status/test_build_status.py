@@ -319,6 +319,14 @@ def test_measured_memory_is_held_against_the_plan(weights: float, free: float | 
     assert found["Ready"][0] == "True"
 
 
+def test_nodes_of_another_chip_are_told_first() -> None:
+    pools = MeasuredPools(num_pages=900, num_state_slots=34, max_num_seqs=32, weights_bytes=0)
+    found = conditions(look(foreign_hardware="node n is another", measured={PREFILL: pools, DECODE: pools}))
+    status, reason, message = found["PlanResolved"]
+    assert (status, reason) == ("True", "HardwareDiffers")
+    assert message.startswith("node n is another; decode group 0: 900 KV pages a lane")
+
+
 def test_pools_and_memory_that_are_off_are_told_together_and_pools_name_the_reason() -> None:
     pools = MeasuredPools(num_pages=900, num_state_slots=34, max_num_seqs=32, weights_bytes=0, free_bytes=30 * GIB)
     found = conditions(look(plan=WITH_MEMORY, measured={DECODE: pools, PREFILL: pools}))
