@@ -312,6 +312,8 @@ REJECTIONS = {
     "wrong type": ("spec.decode.groups", "two", "spec.decode.groups"),
     "no groups": ("spec.decode.groups", 0, "spec.decode.groups"),
     "relative path": ("spec.model.checkpoint.hostPath.path", "models", "spec.model.checkpoint.hostPath.path"),
+    "experts": ("spec.decode.nodesPerGroup", 3, "must divide the routed experts (896 of kimi-k3, 8 of kimi-k3-tiny)"),
+    "too long": ("spec.model.maxModelLen", 8193, "8,192 of kimi-k3-tiny"),
 }
 
 
@@ -321,6 +323,67 @@ def test_the_api_server_rejects_what_cannot_be_meant(operator: Cluster, path: st
     with pytest.raises(CommandError) as refused:
         operator.kubectl("apply", "--server-side", "--dry-run=server", "-f", "-", stdin=yaml.safe_dump(bad))
     assert words in refused.value.output
+
+
+TOO_LARGE = ("spec.model.architecture", "kimi-k3")
+"""On GPUs of 64 MiB."""
+TOO_MANY = ("spec.decode.maxNumSeqs", 17)
+DENIED = 'admission webhook "fits.kimi-operator.io" denied the request: DoesNotFit: '
+
+
+def refusal_of(cluster: Cluster, document: Document, namespace: str) -> str:
+    """What `kubectl apply` is told, on trial; empty when it is taken."""
+    dry = ("apply", "--server-side", "--dry-run=server", "-n", namespace, "-f", "-")
+    try:
+        cluster.kubectl(*dry, stdin=yaml.safe_dump(document))
+    except CommandError as error:
+        return error.output
+    return ""
+
+
+def scale_operator(cluster: Cluster, replicas: int) -> None:
+    cluster.kubectl("scale", f"deployment/{RELEASE}", f"--replicas={replicas}", "-n", SYSTEM)
+    if replicas:
+        cluster.wait(f"deployment/{RELEASE}", "condition=Available", namespace=SYSTEM, timeout_s=PATIENT_S)
+    else:
+        cluster.wait_for("no operator", lambda: not cluster.get("pods", namespace=SYSTEM), timeout_s=PATIENT_S)
+
+
+def test_what_cannot_fit_is_refused_at_apply_and_without_the_webhook_all_goes_on(
+    operator: Cluster, namespace: str
+) -> None:
+    suspended = deployment(suspend=True)
+    operator.apply(suspended, namespace=namespace)
+    upgrade(operator, "webhook.enabled=true")
+    try:
+        large, many = set_path(suspended, *TOO_LARGE), set_path(suspended, *TOO_MANY)
+        large["metadata"]["name"] = "large"
+        told = operator.wait_for("a refusal", lambda: refusal_of(operator, large, namespace), timeout_s=PATIENT_S)
+        assert DENIED in told
+        assert "of weights + 40.0 MiB reserved" in told
+        assert "expected at most 64.0 MiB, the memory of a GPU" in told
+        assert f"{DENIED}spec.decode.maxNumSeqs: got 17" in refusal_of(operator, many, namespace)
+        assert not refusal_of(operator, suspended | {"metadata": {"name": "small"}}, namespace)
+        operator.kubectl("label", "kimideployment/k3", "-n", namespace, "team=blue")
+        operator.apply(set_path(suspended, "spec.decode.maxNumSeqs", 4), namespace=namespace)
+
+        secret = operator.get("secret", f"{RELEASE}-webhook", namespace=SYSTEM)["data"]
+        upgrade(operator, "webhook.enabled=true", "logLevel=debug")
+        assert operator.get("secret", f"{RELEASE}-webhook", namespace=SYSTEM)["data"] == secret
+
+        scale_operator(operator, 0)
+        operator.apply(large, namespace=namespace)
+        operator.apply(many, namespace=namespace)
+        operator.kubectl("delete", "kimideployment/large", "-n", namespace, timeout_s=PATIENT_S)
+        scale_operator(operator, 2)
+        # It was taken while nobody was asked; the loop refuses it all the same, and it can be edited and deleted.
+        wait_for_condition(operator, namespace, "PlanResolved", "False", "DoesNotFit")
+        operator.apply(set_path(many, "spec.router.replicas", 2), namespace=namespace)
+        operator.kubectl("delete", "kimideployment/k3", "-n", namespace, timeout_s=PATIENT_S)
+    finally:
+        scale_operator(operator, 2)
+        upgrade(operator)
+    assert not operator.find("validatingwebhookconfiguration", RELEASE)
 
 
 def test_model_identity_cannot_change(operator: Cluster, namespace: str, waiting: Document) -> None:
