@@ -103,17 +103,17 @@ async def test_failures_are_shown(service: tuple[str, Pod], capsys: pytest.Captu
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said_"),
+    ("arguments", "status", "said_"),
     [
-        (["--url", "http://127.0.0.1:9"], "http://127.0.0.1:9 cannot be reached"),
-        (["--url", "127.0.0.1"], "cannot be reached"),
-        (["--url", "{url}", "--model", "gpt"], f"one that {{url}} serves: {MODEL}"),
-        (["--url", "{url}", "--reference-url", "http://127.0.0.1:9"], "http://127.0.0.1:9 cannot be reached"),
+        (["--url", "http://127.0.0.1:9"], 1, "http://127.0.0.1:9 cannot be reached"),
+        (["--url", "127.0.0.1"], 1, "cannot be reached"),
+        (["--url", "{url}", "--model", "gpt"], 2, f"one that {{url}} serves: {MODEL}"),
+        (["--url", "{url}", "--reference-url", "http://127.0.0.1:9"], 1, "http://127.0.0.1:9 cannot be reached"),
     ],
 )
 async def test_what_is_wrong_is_said(
-    service: tuple[str, Pod], capsys: pytest.CaptureFixture[str], arguments: list[str], said_: str
+    service: tuple[str, Pod], capsys: pytest.CaptureFixture[str], arguments: list[str], status: int, said_: str
 ) -> None:
     url, _ = service
-    assert await kimictl(*(argument.format(url=url) for argument in arguments)) == 1
+    assert await kimictl(*(argument.format(url=url) for argument in arguments)) == status
     assert said_.format(url=url) in capsys.readouterr().err

@@ -10,13 +10,17 @@ import yaml
 from cyclopts import Parameter
 
 from kimi_operator.cli.manifests import read_and_plan
-from kimi_operator.errors import InvalidSpec
+from kimi_operator.errors import KimiError
 from kimi_operator.planner import Infeasible
 from kimi_operator.render import Owner, RenderConfig, RenderInputs
 from kimi_operator.render import render as render_children
 
 DEFAULT_IMAGE = "kimi-worker:dev"
 UNKNOWN_UID = "00000000-0000-0000-0000-000000000000"
+
+
+class DoesNotFit(KimiError):  # noqa: N818 - named for what is wrong
+    """There is no plan to render; the message says why, with the arithmetic."""
 
 
 def render(
@@ -38,7 +42,7 @@ def render(
     """
     planned = read_and_plan(file)
     if isinstance(planned.plan, Infeasible):
-        raise InvalidSpec(planned.plan.problems)
+        raise DoesNotFit(str(planned.plan))
     metadata = planned.deployment.metadata
     # Only the API server knows the uid; children that are applied by hand would not be collected with their owner.
     owner = Owner(metadata.name, namespace or metadata.namespace, metadata.uid or UNKNOWN_UID)

@@ -101,7 +101,7 @@ def test_show_reads_your_own(run: Run, tmp_path: Path) -> None:
 
 def test_an_unknown_name_lists_the_known(run: Run) -> None:
     status, out, err = run("show", "mi400")
-    assert (status, out) == (1, "")
+    assert (status, out) == (2, "")
     assert err.startswith("kimictl: profile: got 'mi400', expected one of ['mi300x', 'mi308x',")
 
 
@@ -109,7 +109,7 @@ def test_a_contradictory_file_is_refused(run: Run, tmp_path: Path) -> None:
     own = yaml.safe_load(run("show", "mi300x", "-o", "yaml")[1])
     own["spec"]["gpu"]["memory"] = "256Gi"
     status, _, err = run("list", "-f", saved(tmp_path, own, "own.yaml"))
-    assert status == 1
+    assert status == 2
     assert "spec.gpu.memory: got 256.00 GiB, expected at most match.vram 192.00 GiB" in err
 
 
@@ -226,7 +226,7 @@ def test_yaml_lists_and_standard_input_are_read(run: Run, tmp_path: Path, monkey
 )  # fmt: skip
 def test_what_is_no_gpu_node_is_refused(run: Run, tmp_path: Path, document: dict[str, Any], words: str) -> None:
     status, out, err = run("from-node", saved(tmp_path, document))
-    assert (status, out) == (1, "")
+    assert (status, out) == (2, "")
     assert words in err
 
 
@@ -235,18 +235,18 @@ def test_what_is_no_document_is_refused(run: Run, tmp_path: Path, text: str, wor
     path = tmp_path / "node.yaml"
     path.write_text(text)
     status, _, err = run("from-node", path)
-    assert status == 1
+    assert status == 2
     assert words in err
     assert str(path) in err
 
 
 def test_a_bad_name_and_a_missing_file_are_refused(run: Run, tmp_path: Path) -> None:
     status, _, err = run("from-node", saved(tmp_path, node(WHOLE)), "--name", "My Profile")
-    assert status == 1
+    assert status == 2
     assert "--name: got 'My Profile'" in err
     for missing in (tmp_path / "nowhere.json", tmp_path / "nowhere"):
         status, _, err = run("from-node", missing)
-        assert status == 1
+        assert status == 2
         assert "No such file" in err
 
 
@@ -316,7 +316,7 @@ def test_what_kubectl_says_is_passed_on(
 ) -> None:
     monkeypatch.setenv("PATH", f"{script(tmp_path, text)}{os.pathsep}{os.environ['PATH']}")
     status, out, err = run("from-node", "gpu-9")
-    assert (status, out) == (1, "")
+    assert (status, out) == (2, "")
     assert words in err
     assert "retrying" not in err
 
@@ -332,6 +332,6 @@ def test_a_kubectl_that_hangs_is_given_up(run: Run, tmp_path: Path, monkeypatch:
 def test_without_kubectl_a_file_is_asked_for(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     status, _, err = run("from-node", "gpu-1")
-    assert status == 1
+    assert status == 2
     assert "gpu-1: got no kubectl on PATH" in err
     assert "pass the output of `kubectl get node NODE -o json` as a file" in err
