@@ -12,26 +12,13 @@ from typing import Any
 
 import pytest
 import yaml
-from kimi_operator.cli import main
+from kimi_operator.cli import program_name
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 MI300X = EXAMPLES / "mi300x-2p2d.yaml"
 LOCAL = EXAMPLES / "local" / "2p2d.yaml"
 
 Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs one command line: exit status, standard output, standard error."""
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as exit_:
-            main([str(argument) for argument in arguments])
-        captured = capsys.readouterr()
-        return int(exit_.value.code or 0), captured.out, captured.err
-
-    return call
 
 
 def edited(tmp_path: Path, source: Path, edit: Callable[[dict[str, Any]], None]) -> Path:
@@ -130,14 +117,14 @@ def test_a_broken_file_is_named_with_its_field(run: Run, tmp_path: Path, text: s
     path = tmp_path / "broken.yaml"
     path.write_text(text)
     status, out, err = run("plan", "-f", path)
-    assert (status, out) == (1, "")
+    assert (status, out) == (2, "")
     assert err.startswith(f"kimictl: {path}")
     assert expected in err
 
 
 def test_a_file_that_is_not_there_is_named(run: Run, tmp_path: Path) -> None:
     status, _, err = run("plan", "-f", tmp_path / "none.yaml")
-    assert status == 1
+    assert status == 2
     assert "none.yaml: got [Errno 2] No such file or directory" in err
 
 
@@ -153,7 +140,7 @@ def test_an_unknown_name_lists_the_known_ones(run: Run, tmp_path: Path, path: st
     section, field = path.split(".")
     file = edited(tmp_path, MI300X, lambda document: document["spec"][section].update({field: value}))
     status, _, err = run("plan", "-f", file)
-    assert status == 1
+    assert status == 2
     assert expected in err
 
 
@@ -163,15 +150,61 @@ def test_standard_input_is_read(monkeypatch: pytest.MonkeyPatch, run: Run) -> No
         assert run("plan", "-f", "-")[0] == 0
 
 
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("plan", "--bogus"), "Unknown option: --bogus"),
+        (("plan", "--nodes", "many"), "--nodes"),
+        (("plan", "-o", "xml"), 'Invalid value "xml" for -o'),
+        (("dance",), 'Unknown command "dance"'),
+        (("render",), "--file"),
+    ],
+)
+def test_a_command_line_that_cannot_be_read_exits_2(run: Run, arguments: tuple[str, ...], expected: str) -> None:
+    status, out, err = run(*arguments)
+    assert (status, out) == (2, "")
+    assert err.startswith("kimictl: ")
+    assert expected in err
+    assert err.endswith("; see `kimictl --help`\n")
+
+
+@pytest.mark.parametrize("arguments", [("--help",), ("plan", "--help")])
+def test_help_says_what_an_exit_status_means(run: Run, arguments: tuple[str, ...]) -> None:
+    status, out, _ = run(*arguments)
+    words = " ".join(out.split())
+    assert status == 0
+    assert "0 it fits" in words
+    assert "1 it does not fit" in words
+    assert "2 bad input" in words
+
+
+def test_the_plugin_of_kubectl_is_the_same_program() -> None:
+    plugin = Path(sys.executable).parent / "kubectl-kimi"
+    assert plugin.is_file(), "installed with the operator's package"
+    done = subprocess.run([plugin, "--help"], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.startswith("Usage: kubectl kimi COMMAND")
+    done = subprocess.run([plugin, "plan", "--nodes", "x"], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr.startswith("kubectl kimi: ")
+
+
+@pytest.mark.parametrize("path", ["/usr/bin/kubectl-kimi", "kubectl-kimi", "kubectl-kimi.exe"])
+def test_a_plugin_is_known_by_its_file(path: str) -> None:
+    assert program_name(path) == "kubectl kimi"
+    assert program_name("/usr/bin/kimictl") == "kimictl"
+
+
 def test_planning_loads_neither_torch_nor_kopf_nor_a_client() -> None:
     script = (
         "import sys; from kimi_operator.cli import main\n"
-        "try: main(['plan', '-f', sys.argv[1]])\n"
+        "try: main(sys.argv[1:])\n"
         "except SystemExit: pass\n"
-        "print(sorted({'torch', 'kopf', 'kubernetes', 'aiohttp', 'httpx'} & set(sys.modules)), file=sys.stderr)"
+        "heavy = {'torch', 'numpy', 'kopf', 'kubernetes', 'aiohttp', 'httpx', 'rich', 'kimi_operator.cli.search',\n"
+        "         'kimi_operator.cli.page', 'kimi_operator.planner.published', 'kimi_operator.render'}\n"
+        "print(sorted(heavy & set(sys.modules)), file=sys.stderr)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", script, str(MI300X)],
+        [sys.executable, "-c", script, "plan", "-f", str(MI300X)],
         capture_output=True,
         text=True,
         check=True,

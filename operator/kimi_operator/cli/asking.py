@@ -1,0 +1,112 @@
+"""What a command line asks to plan: a deployment from files or flags, with a workload, planned and looked ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from kimi_operator.api.base import dump, parse
+from kimi_operator.api.deployment import KimiDeployment, Role
+from kimi_operator.api.profile import HardwareProfile
+from kimi_operator.cli.flags import (
+    DEPLOYMENT_FLAGS,
+    DeploymentFlags,
+    WorkloadFlags,
+    deployment_document,
+    named_by_flag,
+    read_by_flag,
+    refuse,
+    workload_document,
+)
+from kimi_operator.cli.manifests import Planned, deployment_of, plan_deployment, profiles_of, read_documents
+from kimi_operator.cli.outlook import Outlook, assumed_workload, look_ahead
+from kimi_operator.errors import Problem
+from kimi_operator.planner import Infeasible, Plan
+from kimi_operator.planner.case import Solution
+from kimi_operator.planner.workload import Workload, read_workload
+
+WorkloadDocument = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A deployment to plan, the profiles that are known, and the workload as a document; empty when none was given."""
+
+    deployment: KimiDeployment
+    profiles: Mapping[str, HardwareProfile]
+    workload: WorkloadDocument
+    flags: frozenset[str] = frozenset()
+    """Flags that problems are named by, instead of by fields."""
+
+    @property
+    def is_from_flags(self) -> bool:
+        """Whether the deployment is none of a manifest."""
+        return self.flags >= DEPLOYMENT_FLAGS
+
+    def problems(self, problems: tuple[Problem, ...]) -> tuple[Problem, ...]:
+        """Problems by the names that the user wrote."""
+        return named_by_flag(problems, self.flags)
+
+
+def asked_for(files: list[Path], flags: DeploymentFlags, work: WorkloadFlags) -> Asked:
+    """Raises InvalidSpec for files and flags that say nothing, too much, or what cannot be."""
+    documents = read_documents(files)
+    profiles, workload = profiles_of(documents), workload_document(work)
+    is_manifest = any(document.get("kind") == "KimiDeployment" for _, document in documents)
+    if files and (is_manifest or not flags.given):
+        if flags.given:
+            remedy = "edit the manifest, or try --what-if KEY=VALUE"
+            raise refuse(flags.given[0], "a flag beside a manifest", "either of them", remedy)
+        return Asked(deployment_of(documents, files), profiles, workload, work.given)
+    document = deployment_document(flags, chip_of(flags, profiles).spec.gpu.per_node)
+    names = DEPLOYMENT_FLAGS | work.given
+    return Asked(read_by_flag(names, lambda: parse(KimiDeployment, document)), profiles, workload, names)
+
+
+def chip_of(flags: DeploymentFlags, profiles: Mapping[str, HardwareProfile]) -> HardwareProfile:
+    """The profile that --chip names. Raises InvalidSpec without one."""
+    if flags.chip is None:
+        if flags.given:
+            raise refuse("--chip", "nothing", f"one of {sorted(profiles)}", "name the chip of the nodes")
+        raise refuse("--file", "nothing", "a manifest, flags such as --chip mi300x, or --check", "name one with -f")
+    if flags.chip not in profiles:
+        remedy = "name one of them, or give its HardwareProfile with -f"
+        raise refuse("--chip", repr(flags.chip), f"one of {sorted(profiles)}", remedy)
+    return profiles[flags.chip]
+
+
+def make_plan(asked: Asked) -> Planned:
+    """Plan; from flags without --max-num-seqs, with as many running requests as the workload needs and memory holds."""
+    planned = read_by_flag(asked.flags, lambda: plan_deployment(asked.deployment, asked.profiles))
+    if not asked.is_from_flags or not asked.workload or isinstance(planned.plan, Infeasible):
+        return planned
+    outlook = outlook_of(planned, asked)
+    spec = dump(planned.deployment)
+    for role in Role:
+        best = outlook.role(role).best
+        if isinstance(best, Solution):
+            spec["spec"][role].setdefault("maxNumSeqs", best.max_num_seqs)
+    settled = plan_deployment(parse(KimiDeployment, spec), asked.profiles)
+    return planned if isinstance(settled.plan, Infeasible) else settled
+
+
+def outlook_of(planned: Planned, asked: Asked) -> Outlook:
+    """The outlook under the workload, whose lengths are assumed where nobody stated them. Raises InvalidSpec."""
+    document = asked.workload
+    if not document:
+        return look_ahead(planned, None)
+    has_lengths = "prompt" in document or "output" in document
+    stated = read_by_flag(asked.flags, lambda: _workload(planned, document, has_lengths=has_lengths))
+    return read_by_flag(asked.flags, lambda: look_ahead(planned, stated, is_assumed=not has_lengths))
+
+
+def _workload(planned: Planned, document: WorkloadDocument, *, has_lengths: bool) -> Workload:
+    """The workload of a document. Without any lengths those that are assumed take their place."""
+    if has_lengths:
+        return read_workload(document)
+    assert isinstance(planned.plan, Plan), "what does not fit has no workload"
+    assumed = assumed_workload(planned, planned.plan)
+    demand = read_workload({**document, "prompt": 1, "output": 1})
+    return replace(demand, prompt=assumed.prompt, output=assumed.output)

@@ -1,0 +1,168 @@
+"""Two plans side by side: `--what-if` edits one and shows what changes, `--compare` takes two manifests. Pure."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import yaml
+
+from kimi_operator.api.base import dump, parse
+from kimi_operator.api.deployment import KimiDeployment, Role
+from kimi_operator.api.profile import Basis, HardwareProfile
+from kimi_operator.cli.figures import Figure
+from kimi_operator.cli.flags import refuse
+from kimi_operator.errors import InvalidSpec
+
+ABSENT = "-"
+WIDEST = 48
+"""Longer cells push the next one to the right."""
+WHAT_IF_SOURCE = "stated by --what-if"
+SHORT = {
+    "chip": ("spec.hardware.profile",),
+    "maxModelLen": ("spec.model.maxModelLen",),
+    "kvCache": ("spec.precision.kvCache",),
+    **{
+        name: (f"spec.prefill.{name}", f"spec.decode.{name}")
+        for name in ("tensorParallel", "maxNumSeqs", "nodesPerGroup", "gpusPerNode")
+    },
+}
+"""Keys for what both roles have in common, and for what is long to write."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """Documents that a plan is made of."""
+
+    deployment: Mapping[str, Any]
+    profile: Mapping[str, Any]
+    workload: Mapping[str, Any]
+
+
+def edited(inputs: Inputs, edits: Iterable[str], profiles: Mapping[str, HardwareProfile]) -> Inputs:
+    """The inputs with each KEY=VALUE set. Raises InvalidSpec that names the edit which cannot be made."""
+    # another chip first, so that edits of the profile are of the chip that is planned with
+    for edit in sorted(edits, key=lambda text: text.startswith("profile.")):
+        inputs = _edited(inputs, edit)
+        name = inputs.deployment["spec"]["hardware"]["profile"]
+        if name != inputs.profile["metadata"]["name"]:
+            if name not in profiles:
+                expected = f"the name of a HardwareProfile: one of {sorted(profiles)}"
+                raise refuse("--what-if chip", repr(name), expected, "name one, or give its file with -f")
+            inputs = replace(inputs, profile=dump(profiles[name]))
+    return inputs
+
+
+def _edited(inputs: Inputs, edit: str) -> Inputs:
+    key, equals, text = edit.partition("=")
+    if not equals or not key.strip() or not text.strip():
+        raise refuse("--what-if", repr(edit), "KEY=VALUE", "write decode.maxNumSeqs=32, nodes=6 or chip=mi325x")
+    try:
+        value = yaml.load(text, Loader=yaml.CSafeLoader)
+    except yaml.YAMLError as error:
+        raise refuse(f"--what-if {key}", repr(text), "a value", "quote it as in YAML") from error
+    if key == "nodes":
+        return _with_nodes(inputs, value)
+    section, _, rest = key.partition(".")
+    if section in ("profile", "workload") and rest:
+        if section == "workload":
+            return replace(inputs, workload=_set(inputs.workload, rest, value, edit))
+        return replace(inputs, profile=_with_source(_set(inputs.profile, f"spec.{rest}", value, edit), rest))
+    deployment = inputs.deployment
+    for path in SHORT.get(key, (key if key.startswith("spec.") else f"spec.{key}",)):
+        deployment = _set(deployment, path, value, edit)
+    return replace(inputs, deployment=deployment)
+
+
+def _with_nodes(inputs: Inputs, nodes: object) -> Inputs:
+    """Decode takes all groups that the nodes beside prefill allow."""
+    spec = inputs.deployment["spec"]
+    prefill, each = spec["prefill"]["groups"] * spec["prefill"]["nodesPerGroup"], spec["decode"]["nodesPerGroup"]
+    expected = f"{prefill} nodes of prefill and a multiple of {each} for decode"
+    if not isinstance(nodes, int) or isinstance(nodes, bool) or nodes <= prefill or (nodes - prefill) % each:
+        remedy = f"try {prefill + each} or {prefill + 2 * each}, or let --search choose"
+        raise refuse("--what-if nodes", repr(nodes), expected, remedy)
+    return replace(inputs, deployment=_set(inputs.deployment, "spec.decode.groups", (nodes - prefill) // each, "nodes"))
+
+
+def _with_source(profile: dict[str, Any], path: str) -> dict[str, Any]:
+    """The figure no longer comes from where the profile says."""
+    spec = profile["spec"]
+    spec["sources"] = {**spec.get("sources", {}), path: WHAT_IF_SOURCE}
+    spec["basis"] = {**spec.get("basis", {}), path: Basis.ASSUMED.value}
+    return profile
+
+
+def _set(document: Mapping[str, Any], path: str, value: object, edit: str) -> dict[str, Any]:
+    copied = copy.deepcopy(dict(document))
+    *sections, field = path.split(".")
+    place: Any = copied
+    for section in sections:
+        place = place.setdefault(section, {}) if isinstance(place, dict) else place
+    if not isinstance(place, dict):
+        raise refuse("--what-if", repr(edit), "a field of an object", "name the field as in the manifest")
+    place[field] = value
+    return copied
+
+
+def read_edited(inputs: Inputs) -> tuple[KimiDeployment, HardwareProfile]:
+    """The edited documents, checked as files are. Raises InvalidSpec."""
+    return parse(KimiDeployment, inputs.deployment), parse(HardwareProfile, inputs.profile, "profile")
+
+
+def deployment_inputs(deployment: KimiDeployment, profile: HardwareProfile, workload: Mapping[str, Any]) -> Inputs:
+    """The documents behind a plan; the profile by its own name, even where the nodes' labels chose it."""
+    document = dump(deployment)
+    document["spec"].setdefault("hardware", {})["profile"] = profile.metadata.name
+    for role in Role:
+        document["spec"].setdefault(str(role), {})
+    return Inputs(document, dump(profile), workload)
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One figure of two plans."""
+
+    key: str
+    before: str
+    after: str
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether the two differ."""
+        return self.before != self.after
+
+
+def changes(before: Iterable[Figure], after: Iterable[Figure]) -> list[Change]:
+    """Every figure of either plan, in the order of the first."""
+    old, new = ({figure.key: figure.text for figure in figures} for figures in (before, after))
+    keys = dict.fromkeys((*old, *new))
+    return [Change(key, old.get(key, ABSENT), new.get(key, ABSENT)) for key in keys]
+
+
+def table(rows: list[Change], heads: tuple[str, str]) -> Iterator[str]:
+    """For a terminal; what differs is marked where not everything does."""
+    shown = [("", "", *heads)] + [("*" if row.is_changed else " ", row.key, row.before, row.after) for row in rows]
+    widths = [min(WIDEST, max(len(line[column]) for line in shown)) for column in range(3)]
+    for line in shown:
+        yield "  ".join((*(cell.ljust(w) for cell, w in zip(line[:3], widths, strict=True)), line[3])).rstrip()
+
+
+def markdown_table(rows: list[Change], heads: tuple[str, str]) -> Iterator[str]:
+    """The same in Markdown; what differs is bold."""
+    yield f"| figure | {heads[0]} | {heads[1]} |"
+    yield "|---|---|---|"
+    for row in rows:
+        key = f"**{row.key}**" if row.is_changed else row.key
+        yield f"| {key} | {_cell(row.before)} | {_cell(row.after)} |"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def named(error: InvalidSpec, what: str) -> InvalidSpec:
+    """The same error; its fields say of which of two plans they are."""
+    return InvalidSpec(tuple(replace(problem, field=f"{what}: {problem.field}") for problem in error.problems))

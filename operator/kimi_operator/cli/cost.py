@@ -1,0 +1,131 @@
+"""What tokens cost at a price of a GPU-hour, with the band of the predicted throughput. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kimi_operator.cli.figures import Figure
+from kimi_operator.cli.flags import refuse
+from kimi_operator.cli.outlook import Outlook
+from kimi_operator.planner.predict import CurvePoint
+
+MOST_PRICE = 1e6
+TOKENS = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """Money for a million tokens, in the currency of the price; `low` is where throughput is at its high end."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Prefill's GPUs pay for prompt tokens, decode's for output tokens, all at one load."""
+
+    per_gpu_hour: float
+    concurrency: int
+    binds: str
+    prompt: Price
+    """Of prompt tokens as clients send them, reused ones included."""
+    output: Price
+    all_in: Price
+    """All GPUs over output tokens alone."""
+    per_request: Price
+    hour: float
+    """All GPUs for an hour."""
+    calibrated_on: str
+
+
+def cost_of(outlook: Outlook, per_gpu_hour: float) -> Cost:
+    """Raises InvalidSpec for a price that is none, and where throughput cannot be predicted."""
+    if not 0 < per_gpu_hour <= MOST_PRICE:
+        got, expected = f"{per_gpu_hour:g}", f"a price of a GPU-hour above 0 and up to {MOST_PRICE:,.0f}"
+        raise refuse("--cost", got, expected, "state it without a currency, such as 2.5")
+    speed = outlook.speed
+    if speed is None:
+        reason = outlook.no_speed or "the workload does not fit"
+        raise refuse("--cost", f"no throughput: {reason}", "a predicted throughput", "mend that first")
+    point = loaded(outlook)
+    rate, request = point.tokens_per_second, speed.request
+    outputs = (rate.value, rate.high, rate.low)
+    gpus = {each.plan.role: each.groups * each.plan.ranks for each in (outlook.prefill, outlook.decode)}
+    prefill, decode = (number * per_gpu_hour / 3600 for number in gpus.values())
+    prompts = tuple(each * request.prompt_tokens / request.output_tokens for each in outputs)
+    requests = tuple(each / request.output_tokens for each in outputs)
+    return Cost(
+        per_gpu_hour=per_gpu_hour,
+        concurrency=point.concurrency,
+        binds=point.binds,
+        prompt=Price(*(prefill / each * TOKENS for each in prompts)),
+        output=Price(*(decode / each * TOKENS for each in outputs)),
+        all_in=Price(*((prefill + decode) / each * TOKENS for each in outputs)),
+        per_request=Price(*((prefill + decode) / each for each in requests)),
+        hour=outlook.plan.gpus * per_gpu_hour,
+        calibrated_on=rate.calibrated_on,
+    )
+
+
+def loaded(outlook: Outlook) -> CurvePoint:
+    """The load that the cost is for: the workload's, else where throughput is at its most."""
+    assert outlook.speed is not None
+    if outlook.workload.running is not None:
+        return outlook.speed.at
+    return max(outlook.speed.curve, key=lambda point: point.tokens_per_second.value)
+
+
+def cost_text(cost: Cost) -> Iterator[str]:
+    """For a terminal."""
+    load = f"{cost.hour:,.2f} an hour in all, with {cost.concurrency:,} at once"
+    yield f"cost at {cost.per_gpu_hour:g} a GPU-hour, {load}"
+    for label, price in rows(cost).items():
+        yield f"  {label:<32} {price_text(price)}"
+    yield f"  {'binds':<32} {cost.binds}"
+    yield f"  {'calibrated on':<32} {cost.calibrated_on}"
+
+
+def rows(cost: Cost) -> dict[str, Price]:
+    """What is shown, by its label."""
+    return {
+        "a million prompt tokens": cost.prompt,
+        "a million output tokens": cost.output,
+        "all GPUs, a million output tokens": cost.all_in,
+        "a request": cost.per_request,
+    }
+
+
+def price_text(price: Price) -> str:
+    """A price and its band."""
+    low, value, high = (_money(x) for x in (price.low, price.value, price.high))
+    return f"{value} ({low} to {high})"
+
+
+def _money(value: float) -> str:
+    return f"{value:,.2f}" if value >= 1 else f"{value:.3g}"
+
+
+def cost_figures(outlook: Outlook, cost: Cost) -> Iterator[Figure]:
+    """The figures of the cost, as all others are explained."""
+    prefill, decode = (each.groups * each.plan.ranks for each in (outlook.prefill, outlook.decode))
+    rate = loaded(outlook).tokens_per_second
+    for key, price, gpus, tokens in (
+        (
+            "cost.prompt",
+            cost.prompt,
+            f"{prefill} prefill GPUs",
+            "prompt tokens/s, in the workload's proportion to output",
+        ),
+        ("cost.output", cost.output, f"{decode} decode GPUs", "output tokens/s"),
+        ("cost.allIn", cost.all_in, f"{prefill + decode} GPUs", "output tokens/s"),
+        ("cost.request", cost.per_request, f"{prefill + decode} GPUs", "requests/s"),
+    ):
+        each = "" if key == "cost.request" else " x 1,000,000"
+        formula = f"GPUs x price / 3,600 s / {tokens}{each}"
+        values = (
+            f"{gpus} x {cost.per_gpu_hour:g} / 3,600; output {rate.value:,.1f} tokens/s at {cost.concurrency:,} at once"
+        )
+        yield Figure(key, price_text(price), formula, values, cost.calibrated_on)

@@ -1,0 +1,136 @@
+"""A plan as JSON or YAML, for scripts: the plan's own fields, then its outlook under the workload. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from enum import Enum
+from fractions import Fraction
+from typing import Any
+
+import yaml
+
+from kimi_operator.api.base import dump
+from kimi_operator.cli.cost import Cost
+from kimi_operator.cli.outlook import Outlook, RoleOutlook, contexts
+from kimi_operator.errors import Problem
+from kimi_operator.planner.case import Solution
+from kimi_operator.planner.designs import compare_designs
+from kimi_operator.planner.predict import Prediction
+from kimi_operator.planner.workload import Workload
+
+
+def plan_document(outlook: Outlook, cost: Cost | None) -> dict[str, Any]:
+    """Everything about a plan that fits. Sizes in bytes, times and rates with their band, unit and calibration."""
+    document = {
+        "feasible": True,
+        "meetsWorkload": not outlook.misses,
+        **dataclasses.asdict(outlook.plan),
+        "nodes": outlook.nodes,
+        "deployment": dump(outlook.planned.deployment),
+        "workload": _workload(outlook),
+        "misses": _problems(outlook.misses),
+        "outlook": {"prefill": _role(outlook.prefill), "decode": _role(outlook.decode)},
+        "speed": _speed(outlook),
+        "contexts": [dataclasses.asdict(point) for point in contexts(outlook)],
+        "designs": dataclasses.asdict(compare_designs(outlook.planned.architecture, outlook.plan, outlook.plan.decode)),
+    }
+    if cost is not None:
+        document["cost"] = dataclasses.asdict(cost)
+    return document
+
+
+def refusal_document(problems: tuple[Problem, ...]) -> dict[str, Any]:
+    """Why nothing fits."""
+    return {"feasible": False, "problems": _problems(problems)}
+
+
+def dumped(document: Mapping[str, Any], output: str) -> str:
+    """JSON or YAML text, with a newline at its end."""
+    # through JSON, so that both forms hold the same plain values
+    text = json.dumps(document, indent=2, default=_plain)
+    if output == "json":
+        return f"{text}\n"
+    return yaml.dump(json.loads(text), Dumper=yaml.CSafeDumper, sort_keys=False, width=120, allow_unicode=True)
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, Enum):
+        return value.value
+    return float(value) if isinstance(value, Fraction) else str(value)
+
+
+def _problems(problems: tuple[Problem, ...]) -> list[dict[str, str]]:
+    return [dataclasses.asdict(problem) for problem in problems]
+
+
+def _workload(outlook: Outlook) -> dict[str, Any]:
+    work: Workload = outlook.workload
+    return {
+        "assumed": outlook.is_assumed,
+        "prompt": str(work.prompt),
+        "output": str(work.output),
+        "promptMeanTokens": float(work.prompt.mean),
+        "outputMeanTokens": float(work.output.mean),
+        "reuse": float(work.reuse),
+        "concurrency": work.running,
+        "targets": {"ttftSeconds": work.ttft_s, "tpotSeconds": work.tpot_s},
+    }
+
+
+def _role(each: RoleOutlook) -> dict[str, Any]:
+    return {
+        "groups": each.groups,
+        "lanes": each.lanes,
+        "atPlan": _solution(each.at_plan),
+        "best": _solution(each.best),
+        "stretches": [dataclasses.asdict(stretch) for stretch in each.stretches],
+        "unused": [dataclasses.asdict(line) for line in each.unused],
+        "unusedBytes": sum(line.bytes for line in each.unused),
+    }
+
+
+def _solution(solution: Solution | Problem) -> dict[str, Any]:
+    if isinstance(solution, Problem):
+        return {"fits": False, "problem": dataclasses.asdict(solution)}
+    return {"fits": True, **dataclasses.asdict(solution)}
+
+
+def _speed(outlook: Outlook) -> dict[str, Any]:
+    speed = outlook.speed
+    if speed is None:
+        return {"predicted": False, "reason": outlook.no_speed}
+    return {
+        "predicted": True,
+        "request": dataclasses.asdict(speed.request),
+        "running": speed.running,
+        "tpot": dataclasses.asdict(speed.tpot),
+        "tpotAlone": dataclasses.asdict(speed.tpot_alone),
+        "prefill": dataclasses.asdict(speed.prefill),
+        "handoff": None if speed.handoff is None else dataclasses.asdict(speed.handoff),
+        "throughput": _banded(speed.at.tokens_per_second),
+        "concurrency": speed.at.concurrency,
+        "binds": speed.at.binds,
+        "knee": speed.knee.concurrency,
+        "curve": [
+            {
+                "concurrency": point.concurrency,
+                "running": point.running,
+                "tpot": _banded(point.tpot),
+                "tokensPerSecond": _banded(point.tokens_per_second),
+                "binds": point.binds,
+            }
+            for point in speed.curve
+        ],
+    }
+
+
+def _banded(prediction: Prediction) -> dict[str, Any]:
+    return {
+        "value": prediction.value,
+        "low": prediction.low,
+        "high": prediction.high,
+        "unit": prediction.unit,
+        "calibrated_on": prediction.calibrated_on,
+    }

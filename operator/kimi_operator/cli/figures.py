@@ -1,0 +1,231 @@
+"""Every figure of a plan with its formula, its values and its source: what is shown, compared and explained. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kimi_operator.api.deployment import Role
+from kimi_operator.cli.outlook import POOL_LABELS, Outlook, RoleOutlook
+from kimi_operator.errors import Problem
+from kimi_operator.planner import MemoryLine
+from kimi_operator.planner.case import Solution
+from kimi_operator.planner.memory import ITEMSIZE
+from kimi_operator.planner.predict import Prediction
+from kimi_operator.planner.units import bytes_text
+
+_RESERVE_FIELDS = {
+    "contexts": "contexts",
+    "symmetric heap": "symmetricHeap",
+    "activations": "activations",
+    "captured graphs": "graphs",
+    "handoff staging": "staging",
+    "reserve": "margin",
+}
+_WEIGHT_FORMULAS = {
+    "routed experts": "experts of a rank x MoE layers x bytes of an expert",
+    "weights split over a lane": "bytes of all tensors that a lane splits / tensorParallel",
+    "weights whole on each rank": "bytes of all tensors that each rank holds",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One figure: `key` is its name in `--explain`, unique within a plan."""
+
+    key: str
+    text: str
+    formula: str
+    values: str
+    source: str
+
+
+def figures(outlook: Outlook) -> Iterator[Figure]:
+    """All figures of a plan: the deployment's, each role's limits, memory and predictions."""
+    counts = [f"{each.groups} x {each.plan.ranks}" for each in (outlook.prefill, outlook.decode)]
+    yield Figure("gpus", f"{outlook.plan.gpus:,}", "groups x ranks of each role", " + ".join(counts), "the deployment")
+    yield Figure(
+        "nodes", f"{outlook.nodes:,}", "groups x nodesPerGroup of each role", _nodes(outlook), "the deployment"
+    )
+    for role in Role:
+        each = outlook.role(role)
+        yield from _layout(outlook, each)
+        yield from _limits(outlook, each)
+        yield from (_memory(outlook, each, line) for line in each.plan.lines)
+        yield _total(outlook, each)
+        yield from _solved(each)
+    yield from _speed(outlook)
+
+
+def _nodes(outlook: Outlook) -> str:
+    return " + ".join(f"{each.groups} x {each.shape.nodes}" for each in (outlook.prefill, outlook.decode))
+
+
+def _layout(outlook: Outlook, each: RoleOutlook) -> Iterator[Figure]:
+    name, shape, a = each.plan.role, each.shape, outlook.planned.architecture
+    spec = f"spec.{name}"
+    yield Figure(f"{name}.groups", f"{each.groups}", "stated", f"{each.groups}", f"{spec}.groups")
+    values = f"{shape.nodes} x {shape.gpus_per_node}"
+    source = f"{spec}.nodesPerGroup, .gpusPerNode"
+    yield Figure(f"{name}.ranks", f"{each.plan.ranks}", "nodesPerGroup x gpusPerNode", values, source)
+    values = f"{each.plan.ranks} / {shape.tensor_parallel} x {each.groups} groups"
+    yield Figure(f"{name}.lanes", f"{each.lanes}", "ranks / tensorParallel x groups", values, f"{spec}.tensorParallel")
+    values = f"{a.num_experts} / {each.plan.ranks}"
+    yield Figure(f"{name}.expertsPerRank", f"{each.plan.experts_per_rank}", "experts / ranks", values, f"{a.name}")
+
+
+def _limits(outlook: Outlook, each: RoleOutlook) -> Iterator[Figure]:
+    plan, limits = each.plan, outlook.planned.profile.spec.limits
+    name, profile = plan.role, f"profile {outlook.plan.profile}"
+    yield _max_num_seqs(outlook, each)
+    extra = plan.num_state_slots - plan.max_num_seqs
+    yield Figure(
+        f"{name}.numStateSlots", f"{plan.num_state_slots:,}", "maxNumSeqs + a quarter of it, at least 1, for handoffs",
+        f"{plan.max_num_seqs} + {extra}", "planner: a handoff reserves its slot before its request runs",
+    )  # fmt: skip
+    slots = plan.num_state_slots * plan.slot_bytes
+    free = slots + plan.num_pages * plan.page_bytes + next(x.bytes for x in plan.lines if x.label == "free")
+    yield Figure(
+        f"{name}.numPages", f"{plan.num_pages:,}", "(free of weights and reserves - slots) / bytes of a page",
+        f"({free:,} - {slots:,}) B / {plan.page_bytes:,} B", "memory of a GPU, below",
+    )  # fmt: skip
+    tokens = plan.num_pages * plan.page_size_tokens
+    yield Figure(
+        f"{name}.KVTokens", f"{tokens:,}", "KV pages x tokens of a page; whole on each rank of a lane",
+        f"{plan.num_pages:,} x {plan.page_size_tokens}", f"{profile}: limits.pageSizeTokens",
+    )  # fmt: skip
+    yield _page_bytes(outlook, each)
+    yield _slot_bytes(outlook, each)
+    stated = outlook.planned.deployment.spec.model.max_model_len
+    yield Figure(
+        f"{name}.maxModelLen", f"{plan.max_model_len:,}",
+        "stated" if stated else "the least of the model's positions and of the tokens of either role's pool",
+        f"{stated:,}" if stated else f"min({outlook.planned.architecture.max_positions:,}, pools)",
+        "spec.model.maxModelLen" if stated else outlook.planned.architecture.name,
+    )  # fmt: skip
+    field = f"limits.{name}BatchedTokens"
+    budget = limits.prefill_batched_tokens if name is Role.PREFILL else limits.decode_batched_tokens
+    yield Figure(
+        f"{name}.maxNumBatchedTokens", f"{plan.max_num_batched_tokens:,}", "the profile's, at least maxNumSeqs",
+        f"max({budget}, {plan.max_num_seqs})", f"{profile}: {outlook.planned.profile.spec.source(field)}",
+    )  # fmt: skip
+
+
+def _max_num_seqs(outlook: Outlook, each: RoleOutlook) -> Figure:
+    limits, plan = outlook.planned.profile.spec.limits, each.plan
+    if outlook.planned.deployment.spec.role(plan.role).max_num_seqs is not None:
+        source = f"spec.{plan.role}.maxNumSeqs"
+        return Figure(f"{plan.role}.maxNumSeqs", f"{plan.max_num_seqs:,}", "stated", f"{plan.max_num_seqs}", source)
+    return Figure(
+        f"{plan.role}.maxNumSeqs", f"{plan.max_num_seqs:,}",
+        "the most, up to limits.maxNumSeqs, whose slots and limits.contextTokensPerSeq each fit what is free",
+        f"up to {limits.max_num_seqs}, {limits.context_tokens_per_seq:,} tokens each",
+        f"profile {outlook.plan.profile}: {outlook.planned.profile.spec.source('limits.maxNumSeqs')}",
+    )  # fmt: skip
+
+
+def _page_bytes(outlook: Outlook, each: RoleOutlook) -> Figure:
+    a, plan = outlook.planned.architecture, each.plan
+    itemsize = ITEMSIZE[outlook.plan.kv_cache_dtype]
+    return Figure(
+        f"{plan.role}.pageBytes", f"{plan.page_bytes:,} B",
+        "tokens of a page x (kv_lora + rope) x MLA layers x bytes a number",
+        f"{plan.page_size_tokens} x ({a.kv_lora} + {a.qk_rope}) x {a.num_mla_layers} x {itemsize}",
+        f"config of {a.name}; rows are {outlook.plan.kv_cache_dtype}",
+    )  # fmt: skip
+
+
+def _slot_bytes(outlook: Outlook, each: RoleOutlook) -> Figure:
+    a, plan = outlook.planned.architecture, each.plan
+    heads, itemsize = a.kda_heads // each.shape.tensor_parallel, ITEMSIZE[outlook.plan.dtype]
+    return Figure(
+        f"{plan.role}.slotBytes", f"{plan.slot_bytes:,} B",
+        "KDA layers x (heads of a rank x K x V x 4 + 3 x (kernel - 1) x heads of a rank x K x bytes a number)",
+        f"{a.num_kda_layers} x ({heads} x {a.kda_head} x {a.kda_head} x 4 + "
+        f"3 x {a.conv_kernel - 1} x {heads} x {a.kda_head} x {itemsize})",
+        f"config of {a.name}; the state is float32, the convolutions' inputs {outlook.plan.dtype}",
+    )  # fmt: skip
+
+
+def _memory(outlook: Outlook, each: RoleOutlook, line: MemoryLine) -> Figure:
+    key, text = f"{each.plan.role}.{line.label}", f"{line.bytes:,} B = {bytes_text(line.bytes)}"
+    if line.is_weights:
+        source = f"tensor table of {outlook.plan.architecture}, held as {outlook.plan.experts} and {outlook.plan.dtype}"
+        return Figure(key, text, _WEIGHT_FORMULAS[line.label], line.how, source)
+    if line.label in POOL_LABELS:
+        formula = {
+            "state slots": "slots x bytes of a slot",
+            "KV pages": "pages x bytes of a page",
+            "free": "memory of a GPU - all other lines",
+        }[line.label]
+        return Figure(key, text, formula, line.how, "planner")
+    field = f"reserve.{_RESERVE_FIELDS[line.label]}"
+    return Figure(
+        key, text, f"the profile's {field}", f"{line.bytes:,} B", f"profile {outlook.plan.profile}: {line.how}"
+    )
+
+
+def _total(outlook: Outlook, each: RoleOutlook) -> Figure:
+    total = sum(line.bytes for line in each.plan.lines)
+    profile = outlook.planned.profile.spec
+    values = f"{profile.gpu.memory:,} B"
+    source = f"profile {outlook.plan.profile}: {profile.source('gpu.memory')}"
+    text = f"{total:,} B = {bytes_text(total)}"
+    return Figure(f"{each.plan.role}.total", text, "the sum of all lines is gpu.memory", values, source)
+
+
+def _solved(each: RoleOutlook) -> Iterator[Figure]:
+    """What the workload would allow, and what it leaves unused."""
+    name = each.plan.role
+    if isinstance(each.best, Solution):
+        bounds = ", ".join(f"{bound.limit} {bound.max_num_seqs:,}" for bound in each.best.bounds)
+        hows = "; ".join(f"{bound.limit}: {bound.how}" for bound in each.best.bounds)
+        formula = "the least of what each limit alone would allow"
+        yield Figure(f"{name}.bestMaxNumSeqs", f"{each.best.max_num_seqs:,}", formula, bounds, hows)
+    elif isinstance(each.best, Problem):
+        problem = each.best
+        yield Figure(f"{name}.bestMaxNumSeqs", "0", "the longest request must fit", problem.got, problem.expected)
+    yield Figure(f"{name}.binds", each.plan.binds, "which limit is reached first", each.plan.binds, "the pools above")
+    total = sum(line.bytes for line in each.unused)
+    values = " + ".join(f"{line.label} {line.bytes:,} B" for line in each.unused) or "none"
+    source = "; ".join(f"{line.label}: {line.how}" for line in each.unused) or "this workload uses all"
+    yield Figure(f"{name}.unused", f"{total:,} B = {bytes_text(total)}", "paid for, never touched", values, source)
+
+
+def _speed(outlook: Outlook) -> Iterator[Figure]:
+    speed = outlook.speed
+    if speed is None:
+        return
+    yield _predicted("tpot", speed.tpot, "factor x sum of the step's terms")
+    yield _predicted("tpotAlone", speed.tpot_alone, "factor x sum of the step's terms, one request")
+    yield _predicted("prefill", speed.prefill, "factor x sum of the prompt's terms")
+    if speed.handoff is not None:
+        yield _predicted("handoff", speed.handoff, "bytes of a request / achieved bandwidth of its network card")
+    bound = "the least of concurrency / (time of a token + its prefill), full lanes, and what prefill feeds"
+    at = speed.at
+    rate, values = at.tokens_per_second, f"at {at.concurrency:,} at once; {at.binds} binds"
+    yield Figure("throughput", with_band(rate), bound, values, rate.calibrated_on)
+    formula = "farthest above the straight line from first to last point of the curve"
+    values = f"{with_band(speed.knee.tokens_per_second)}; {speed.knee.binds} binds"
+    yield Figure("knee", f"{speed.knee.concurrency:,} at once", formula, values, rate.calibrated_on)
+
+
+def _predicted(key: str, prediction: Prediction, formula: str) -> Figure:
+    terms = " + ".join(f"{term.label} {term.seconds * 1e3:.2f} ms ({term.how})" for term in prediction.terms)
+    return Figure(key, with_band(prediction), formula, terms, prediction.calibrated_on)
+
+
+def with_band(prediction: Prediction) -> str:
+    """A prediction and its band: 72.1 ms (55.3 to 98.0). Times of seconds are shown in seconds."""
+    value, unit = prediction, prediction.unit
+    if unit == "ms" and prediction.value >= 1000:
+        value, unit = prediction.scaled(1e-3, "s"), "s"
+    low, middle, high = (number(x) for x in (value.low, value.value, value.high))
+    return f"{middle} {unit} ({low} to {high})"
+
+
+def number(value: float) -> str:
+    """Three digits or more."""
+    if value >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if value >= 10 else f"{value:.2f}" if value >= 1 else f"{value:.3g}"

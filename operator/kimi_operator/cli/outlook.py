@@ -1,0 +1,296 @@
+"""A plan under a workload: what binds and where that changes, memory that nothing uses, and predicted times. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from kimi_operator.api.deployment import Role
+from kimi_operator.cli.manifests import Planned
+from kimi_operator.errors import InvalidSpec, Problem
+from kimi_operator.planner import MemoryLine, Plan, RolePlan
+from kimi_operator.planner.budget import Budget, PagePool
+from kimi_operator.planner.case import Case, Solution, Stretch, Timing
+from kimi_operator.planner.memory import ITEMSIZE, GroupShape
+from kimi_operator.planner.objective import Forecast
+from kimi_operator.planner.predict import (
+    Calibration,
+    Capacity,
+    CurvePoint,
+    Prediction,
+    Request,
+    Side,
+    decode_step_ms,
+    handoff_ms,
+    knee,
+    prefill_ms,
+    throughput_curve,
+)
+from kimi_operator.planner.roofline import DecodeLoad, PrefillLoad, Setup
+from kimi_operator.planner.solve import solve, stretches, unused
+from kimi_operator.planner.workload import Workload, check_lengths, fixed
+from kimi_operator.profiles.measurements import built_in_measurements, calibration_for, worker_engine
+
+POOL_LABELS = {"state slots", "KV pages", "free"}
+ASSUMED_OUTPUT_SHARE = 8
+"""Without a workload an eighth of the profile's context a request is its answer."""
+CURVE_POINTS = 28
+CONTEXT_POINTS = 40
+SHORTEST_CONTEXT = 256
+
+
+@dataclass(frozen=True, slots=True)
+class RoleOutlook:
+    """One role under the workload."""
+
+    plan: RolePlan
+    groups: int
+    shape: GroupShape
+    case: Case
+    """With the plan's maxNumSeqs."""
+    at_plan: Solution | Problem
+    """What the plan's settings run."""
+    best: Solution | Problem
+    """What memory and the profile's limit would allow for this workload."""
+    stretches: tuple[Stretch, ...]
+    unused: tuple[MemoryLine, ...]
+
+    @property
+    def lanes(self) -> int:
+        """Lanes of all groups."""
+        return self.plan.lanes * self.groups
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """Predicted times and rates of the workload's mean request."""
+
+    request: Request
+    running: int
+    """Requests in decode at once that `tpot` is for."""
+    tpot: Prediction
+    tpot_alone: Prediction
+    prefill: Prediction
+    handoff: Prediction | None
+    curve: tuple[CurvePoint, ...]
+    knee: CurvePoint
+    at: CurvePoint
+    """At the concurrency that is asked for, else where all lanes are full."""
+
+
+@dataclass(frozen=True, slots=True)
+class ContextPoint:
+    """Requests of all decode lanes at once, every one being so long."""
+
+    context_tokens: int
+    planned: int
+    cut_for_it: int
+    """If slots and pages were cut for this context, within the profile's limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """Everything that is said about one plan."""
+
+    planned: Planned
+    plan: Plan
+    workload: Workload
+    is_assumed: bool
+    """Nobody stated the lengths."""
+    prefill: RoleOutlook
+    decode: RoleOutlook
+    speed: Speed | None
+    no_speed: str
+    """Why there are no predictions; empty when there are."""
+    misses: tuple[Problem, ...]
+
+    def role(self, role: Role) -> RoleOutlook:
+        """One role."""
+        return self.prefill if role is Role.PREFILL else self.decode
+
+    @property
+    def nodes(self) -> int:
+        """Nodes of all groups."""
+        return sum(each.groups * each.shape.nodes for each in (self.prefill, self.decode))
+
+
+def assumed_workload(planned: Planned, plan: Plan) -> Workload:
+    """What is assumed where nobody stated lengths: requests of the context that the profile sets aside for each."""
+    context = min(planned.profile.spec.limits.context_tokens_per_seq, plan.decode.max_model_len)
+    prompt, output = assumed_lengths(context)
+    return Workload(fixed(prompt), fixed(output))
+
+
+def assumed_lengths(context: int) -> tuple[int, int]:
+    """Prompt and output tokens of a request of so many."""
+    output = max(1, context // ASSUMED_OUTPUT_SHARE)
+    return max(1, context - output), output
+
+
+def look_ahead(planned: Planned, stated: Workload | None, *, is_assumed: bool | None = None) -> Outlook:
+    """A plan that fits, under a workload, or under the assumed one.
+
+    Raises InvalidSpec when the workload's lengths are beyond the model.
+    """
+    plan = planned.plan
+    assert isinstance(plan, Plan), "what does not fit has no outlook"
+    workload = stated or assumed_workload(planned, plan)
+    if problems := check_lengths(workload, planned.architecture.max_positions):
+        raise InvalidSpec(problems)
+    too_long = check_lengths(workload, plan.decode.max_model_len)
+    served = workload.within(plan.decode.max_model_len) if not too_long else workload
+    forecast, no_speed = _forecast(planned, plan, served)
+    roles = {role: _role(planned, plan, role, served, forecast) for role in Role}
+    speed = None
+    if forecast is not None and not too_long:
+        try:
+            speed = _speed(roles[Role.PREFILL], roles[Role.DECODE], served, forecast)
+        except ValueError as error:
+            no_speed = str(error)
+    return Outlook(
+        planned=planned,
+        plan=plan,
+        workload=workload,
+        is_assumed=stated is None if is_assumed is None else is_assumed,
+        prefill=roles[Role.PREFILL],
+        decode=roles[Role.DECODE],
+        speed=speed,
+        no_speed=no_speed,
+        misses=too_long or tuple(dict.fromkeys(miss for role in roles.values() for miss in _misses(role))),
+    )
+
+
+def _misses(role: RoleOutlook) -> tuple[Problem, ...]:
+    """Why the plan's settings do not meet the workload."""
+    return (role.at_plan,) if isinstance(role.at_plan, Problem) else role.at_plan.misses
+
+
+def shape_of(planned: Planned, role: Role) -> GroupShape:
+    """Shape of a role's groups."""
+    spec = planned.deployment.spec.role(role)
+    return GroupShape(spec.nodes_per_group, spec.gpus_per_node, spec.tensor_parallel)
+
+
+def setup_of(planned: Planned, plan: Plan, shape: GroupShape) -> Setup:
+    """What predictions start from. Raises InvalidSpec when the profile states no memory bandwidth."""
+    engine = replace(worker_engine(planned.profile), kv_itemsize=ITEMSIZE[plan.kv_cache_dtype])
+    return Setup(planned.architecture, built_in_measurements().chip(planned.profile), shape, engine)
+
+
+def _forecast(planned: Planned, plan: Plan, workload: Workload) -> tuple[Forecast | None, str]:
+    """Times by the profile's own calibration, else by the nearest measurements; or why there are none."""
+    own = planned.profile.spec.calibration
+    try:
+        setup = setup_of(planned, plan, shape_of(planned, Role.DECODE))
+    except InvalidSpec as error:
+        return None, str(error)
+    if setup.chip.bf16_flops is None:
+        return None, f"HardwareProfile {setup.chip.name} states no gpu.bf16FlopsPerSecond"
+    return Forecast(
+        workload,
+        lambda shape, _: replace(setup, shape=shape),
+        calibration_for(setup, DecodeLoad, own),
+        calibration_for(setup, PrefillLoad, own),
+        planned.profile.spec.limits.prefill_batched_tokens,
+    ), ""
+
+
+def _role(planned: Planned, plan: Plan, role: Role, workload: Workload, forecast: Forecast | None) -> RoleOutlook:
+    of_role, spec = plan.role(role), planned.deployment.spec.role(role)
+    shape = shape_of(planned, role)
+    lines = tuple(line for line in of_role.lines if line.label not in POOL_LABELS)
+    pool = PagePool(of_role.page_size_tokens, of_role.page_bytes, of_role.slot_bytes)
+    timing: Timing | None = None if forecast is None else forecast.timing(shape, role)
+    case = Case(
+        workload=workload,
+        role=role,
+        lanes=of_role.lanes * spec.groups,
+        budget=Budget(planned.profile.spec.gpu.memory, lines, pool),
+        most_seqs=of_role.max_num_seqs,
+        max_positions=max(of_role.max_model_len, 1),
+        timing=timing,
+    )
+    widest = replace(case, most_seqs=max(planned.profile.spec.limits.max_num_seqs, of_role.max_num_seqs))
+    at_plan = solve(case)
+    return RoleOutlook(
+        plan=of_role,
+        groups=spec.groups,
+        shape=shape,
+        case=case,
+        at_plan=at_plan,
+        best=solve(widest),
+        stretches=stretches(widest),
+        unused=() if isinstance(at_plan, Problem) else unused(case, at_plan),
+    )
+
+
+def mean_request(workload: Workload) -> Request:
+    """The request that predictions are made for."""
+    prompt, output = math.ceil(workload.prompt.mean), max(1, round(workload.output.mean))
+    _, reused = workload.computed_and_reused(workload.prompt.mean)
+    return Request(prompt, output, reused)
+
+
+def _speed(prefill: RoleOutlook, decode: RoleOutlook, workload: Workload, forecast: Forecast) -> Speed:
+    """Raises ValueError when a lane cannot hold one such request."""
+    request = mean_request(workload)
+    sides = (
+        _side(decode, forecast, Role.DECODE, forecast.decode),
+        _side(prefill, forecast, Role.PREFILL, forecast.prefill),
+    )
+    of_lane = Capacity(decode.plan.max_num_seqs, decode.plan.num_pages, decode.plan.page_size_tokens)
+    full = of_lane.running(request)[0] * decode.lanes
+    asked = workload.running or full
+    concurrencies = sorted({*_spread(1, max(2, 2 * full), CURVE_POINTS), full or 1, asked})
+    curve = throughput_curve(sides[0], of_lane, request, concurrencies, sides[1])
+    running = max(1, min(asked, full))
+    load = DecodeLoad(-(-running // decode.groups), request.mean_context)
+    computed, reused = workload.computed_and_reused(workload.prompt.mean)
+    alone = PrefillLoad(computed, reused, forecast.chunk_tokens)
+    return Speed(
+        request=request,
+        running=running,
+        tpot=decode_step_ms(sides[0].setup, load, forecast.decode),
+        tpot_alone=decode_step_ms(sides[0].setup, DecodeLoad(1, request.mean_context), forecast.decode),
+        prefill=prefill_ms(sides[1].setup, alone, forecast.prefill),
+        handoff=_handoff(sides[1].setup, request.prompt_tokens),
+        curve=curve,
+        knee=knee(curve),
+        at=next(point for point in curve if point.concurrency == asked),
+    )
+
+
+def _side(role: RoleOutlook, forecast: Forecast, name: Role, calibration: Calibration) -> Side:
+    return Side(forecast.setup(role.shape, name), calibration, role.groups)
+
+
+def _handoff(setup: Setup, tokens: int) -> Prediction | None:
+    try:
+        return handoff_ms(setup, tokens)
+    except ValueError:
+        return None
+
+
+def _spread(least: int, most: int, count: int) -> Iterator[int]:
+    """Whole numbers from least to most, evenly spaced by ratio."""
+    for i in range(count):
+        yield round(least * (most / least) ** (i / (count - 1)))
+
+
+def contexts(outlook: Outlook) -> tuple[ContextPoint, ...]:
+    """Requests that all decode lanes hold at once, against the context of each."""
+    role, longest = outlook.decode, outlook.plan.decode.max_model_len
+    limit = max(outlook.planned.profile.spec.limits.max_num_seqs, role.plan.max_num_seqs)
+    tokens = sorted({*_spread(min(SHORTEST_CONTEXT, longest), longest, CONTEXT_POINTS)})
+    return tuple(_context_point(role, context, limit) for context in tokens)
+
+
+def _context_point(role: RoleOutlook, context: int, limit: int) -> ContextPoint:
+    pages = -(-context // role.plan.page_size_tokens)
+    planned = min(role.plan.max_num_seqs, role.plan.num_pages // pages)
+    # the whole request is prompt, so that decode holds exactly this context
+    work = Workload(fixed(max(1, context - 1)), fixed(1), reuse=Fraction(0))
+    cut = solve(replace(role.case, workload=work, most_seqs=limit, timing=None))
+    return ContextPoint(context, planned * role.lanes, cut.running if isinstance(cut, Solution) else 0)

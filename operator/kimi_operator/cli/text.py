@@ -1,0 +1,240 @@
+"""A plan for a terminal: ten lines that answer, then the details."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kimi_operator.api.deployment import Role
+from kimi_operator.cli.cost import Cost, cost_text
+from kimi_operator.cli.figures import number, with_band
+from kimi_operator.cli.outlook import Outlook, RoleOutlook
+from kimi_operator.errors import Problem
+from kimi_operator.planner import MemoryLine, RolePlan
+from kimi_operator.planner.case import Solution
+from kimi_operator.planner.designs import Designs, compare_designs
+from kimi_operator.planner.units import bytes_text
+
+LABEL_WIDTH = 28
+HEAD_WIDTH = 20
+COLUMN_WIDTH = 22
+DESIGN_WIDTH = 17
+BAR_WIDTH = 60
+BAR = {"weights": "#", "reserved": "=", "state slots": "s", "KV pages": "k", "free": "."}
+
+
+def plan_text(outlook: Outlook, cost: Cost | None) -> Iterator[str]:
+    """Everything, most important first."""
+    yield from summary(outlook)
+    yield ""
+    if cost is not None:
+        yield from cost_text(cost)
+        yield ""
+    for role in Role:
+        yield from _role_text(outlook.role(role), outlook)
+        yield ""
+    yield from _speed_text(outlook)
+    plan = outlook.plan
+    yield from _designs_text(compare_designs(outlook.planned.architecture, plan, plan.decode))
+
+
+def refusal_text(problems: tuple[Problem, ...], head: str = "does not fit:") -> Iterator[str]:
+    """What is wrong, and what to do."""
+    yield head
+    for problem in problems:
+        yield f"  {problem.field}"
+        yield f"    got       {problem.got}"
+        yield f"    expected  {problem.expected}"
+        yield f"    remedy    {problem.remedy}"
+
+
+def summary(outlook: Outlook) -> Iterator[str]:
+    """The first ten lines."""
+    plan = outlook.plan
+    yield f"{plan.architecture} on {plan.profile}: {plan.gpus} GPUs, KV rows {plan.kv_cache_dtype}, " + (
+        f"experts {plan.experts}, handoff {plan.transport}"
+    )
+    yield verdict(outlook)
+    yield from (f"warning: {warning}" for warning in plan.warnings)
+    yield _row("", *(f"{role}: {layout_text(outlook.role(role))}" for role in Role))
+    yield _row("maxNumSeqs a lane", *(_seqs(outlook.role(role)) for role in Role))
+    yield _row("KV tokens a lane", *(f"{_tokens(plan.role(role)):,}" for role in Role))
+    yield _row("longest request", f"{plan.decode.max_model_len:,} tokens")
+    yield _row("binds in decode", plan.decode.binds)
+    yield from (_row(label, value) for label, value in headline(outlook).items())
+
+
+def headline(outlook: Outlook) -> dict[str, str]:
+    """Predictions in short, or why there are none, and the workload that they are for."""
+    speed = outlook.speed
+    if speed is None:
+        found = {"no predictions": outlook.no_speed or "the workload does not fit"}
+    else:
+        alone = f"{with_band(speed.tpot_alone)} alone"
+        rate = f"{with_band(speed.at.tokens_per_second)} at {speed.at.concurrency:,} at once"
+        found = {
+            "TPOT": f"{with_band(speed.tpot)} with {speed.running:,} running; {alone}",
+            "output": f"{rate}; {speed.at.binds} binds; knee at {speed.knee.concurrency:,}",
+        }
+    return {**found, "workload": _workload(outlook)}
+
+
+def verdict(outlook: Outlook) -> str:
+    """Whether it fits, and what of the workload it misses."""
+    if not outlook.misses:
+        return "fits" + ("" if outlook.is_assumed else ", and meets the workload")
+    fields = ", ".join(dict.fromkeys(problem.field for problem in outlook.misses))
+    return f"fits, but misses the workload: {fields} (see below)"
+
+
+def layout_text(each: RoleOutlook) -> str:
+    """Groups and how their ranks share the work."""
+    shape = each.shape
+    nodes = f"{each.groups} x {shape.nodes} node" + ("s" if shape.nodes > 1 else "")
+    return f"{nodes}, TP{shape.tensor_parallel} DP{shape.lanes} EP{shape.ranks}"
+
+
+def _seqs(each: RoleOutlook) -> str:
+    best = each.best
+    text = f"{each.plan.max_num_seqs:,} ({each.plan.max_num_seqs * each.lanes:,} in all)"
+    if isinstance(best, Solution) and best.max_num_seqs > each.plan.max_num_seqs:
+        text += f", {best.max_num_seqs:,} could"
+    return text
+
+
+def _tokens(role: RolePlan) -> int:
+    return role.num_pages * role.page_size_tokens
+
+
+def _workload(outlook: Outlook) -> str:
+    work = outlook.workload
+    text = f"prompts of {work.prompt}, answers of {work.output}"
+    if work.reuse:
+        text += f", {float(work.reuse):.0%} of the prompt reused"
+    return text + (" (assumed: none was given)" if outlook.is_assumed else "")
+
+
+def _row(label: str, *cells: str) -> str:
+    first, *rest = cells
+    width = COLUMN_WIDTH + 12
+    return f"  {label:<{HEAD_WIDTH}} " + (f"{first:<{width}} " + " ".join(rest) if rest else first).rstrip()
+
+
+def _role_text(each: RoleOutlook, outlook: Outlook) -> Iterator[str]:
+    role = each.plan
+    yield (
+        f"{role.role}: a group is {role.ranks} ranks (EP{role.ranks}), {role.lanes} lanes, "
+        f"{role.experts_per_rank} experts a rank"
+    )
+    limits = {
+        "maxNumSeqs a lane": f"{role.max_num_seqs:,}",
+        "maxNumBatchedTokens": f"{role.max_num_batched_tokens:,}",
+        "maxModelLen": f"{role.max_model_len:,} tokens",
+        "KV pages a lane": f"{role.num_pages:,} x {role.page_size_tokens} tokens = {_tokens(role):,}",
+        "state slots a lane": f"{role.num_state_slots:,}",
+        "binds": role.binds,
+    }
+    yield from (_labelled(label, value) for label, value in limits.items())
+    yield _labelled("if cut for the workload", _best(each))
+    for stretch in each.stretches:
+        yield _labelled("", str(stretch))
+    if role.role is Role.DECODE and role.lines == outlook.prefill.plan.lines:
+        yield _labelled("memory of a GPU", "as in prefill, line by line")
+    else:
+        yield from _memory_text(role)
+    total = sum(line.bytes for line in each.unused)
+    if isinstance(each.at_plan, Solution):
+        yield _labelled("unused by the workload", bytes_text(total) if total else "nothing")
+        yield from (_line_text(line) for line in each.unused)
+
+
+def _best(each: RoleOutlook) -> str:
+    if isinstance(each.best, Problem):
+        return str(each.best)
+    best = each.best
+    bounds = ", ".join(f"{bound.limit} {bound.max_num_seqs:,}" for bound in best.bounds)
+    return f"maxNumSeqs {best.max_num_seqs:,}: {best.binds} bind ({bounds}); the longest request {best.max_model_len:,}"
+
+
+def _memory_text(role: RolePlan) -> Iterator[str]:
+    yield f"  {'memory of a GPU':<{LABEL_WIDTH}} {'bytes':>18}"
+    yield f"    {bar(role.lines)}"
+    yield "    " + ", ".join(f"{BAR[name]} {name} {bytes_text(size)}" for name, size in segments(role.lines).items())
+    yield from (_line_text(line) for line in role.lines)
+    yield _line_text(MemoryLine("total", sum(line.bytes for line in role.lines), ""))
+
+
+def segments(lines: tuple[MemoryLine, ...]) -> dict[str, int]:
+    """Bytes of what a picture tells apart."""
+    sizes = dict.fromkeys(BAR, 0)
+    for line in lines:
+        sizes["weights" if line.is_weights else line.label if line.label in BAR else "reserved"] += line.bytes
+    return sizes
+
+
+def bar(lines: tuple[MemoryLine, ...], width: int = BAR_WIDTH) -> str:
+    """Memory of a GPU in characters; each end is rounded, so that the whole is `width` wide."""
+    sizes, text, seen = segments(lines), "", 0
+    total = sum(sizes.values()) or 1
+    for name, size in sizes.items():
+        seen += size
+        text += BAR[name] * (round(width * seen / total) - len(text))
+    return f"[{text}]"
+
+
+def _line_text(line: MemoryLine) -> str:
+    width = LABEL_WIDTH - 2
+    return f"    {line.label:<{width}} {line.bytes:>18,} {bytes_text(line.bytes):>11}  {line.how}".rstrip()
+
+
+def _labelled(label: str, value: str) -> str:
+    return f"  {label:<{LABEL_WIDTH}} {value}"
+
+
+def _speed_text(outlook: Outlook) -> Iterator[str]:
+    for problem in outlook.misses:
+        yield f"misses: {problem}"
+    speed = outlook.speed
+    if speed is None:
+        return
+    yield "predictions"
+    request = speed.request
+    load = f"with {speed.running:,} running at {request.mean_context:,} tokens"
+    yield _labelled("decode step", f"{with_band(speed.tpot)} {load}")
+    yield _labelled("prefill", f"{with_band(speed.prefill)} for {request.prompt_tokens:,} tokens on an idle lane")
+    if speed.handoff is not None:
+        yield _labelled("handoff", with_band(speed.handoff))
+    yield _labelled("decode calibrated on", speed.tpot.calibrated_on)
+    yield _labelled("prefill calibrated on", speed.prefill.calibrated_on)
+    yield f"    {'at once':>12}{'TPOT ms':>26}{'output tokens/s':>30}  binds"
+    for point in speed.curve[:: max(1, len(speed.curve) // 8)]:
+        mark = " <- knee" if point is speed.knee else ""
+        tpot, rate = (_spread(p.low, p.value, p.high) for p in (point.tpot, point.tokens_per_second))
+        yield f"    {point.concurrency:>12,}{tpot:>26}{rate:>30}  {point.binds}{mark}"
+    yield ""
+
+
+def _spread(low: float, value: float, high: float) -> str:
+    return f"{number(value)} ({number(low)} to {number(high)})"
+
+
+def _designs_text(designs: Designs) -> Iterator[str]:
+    layout = designs.layout
+    yield (
+        f"{bytes_text(designs.pool_bytes)} of a decode GPU in two designs: requests a lane at once, bytes a request. "
+        f"Unified: vLLM's blocks, {designs.num_blocks:,} of {layout.block_tokens:,} tokens = {layout.block_bytes:,} B; "
+        f"a request takes {layout.state_groups} for its state"
+    )
+    heads = ("tokens a request", "planned", "pages and slots", "bytes", "unified blocks", "bytes", "with FP8 rows")
+    yield _design_columns(heads)
+    for row in designs.rows:
+        apart, unified = bytes_text(row.apart_request_bytes), bytes_text(row.unified_request_bytes)
+        counts = (row.context_tokens, row.planned, row.apart, apart, row.unified, unified, row.unified_fp8)
+        yield _design_columns(tuple(cell if isinstance(cell, str) else f"{cell:,}" for cell in counts))
+    longest = (designs.longest_apart, designs.longest_unified, designs.longest_unified_fp8)
+    apart, unified, fp8 = (f"{tokens:,}" for tokens in longest)
+    yield _design_columns(("longest, alone", "", apart, "", unified, "", fp8))
+
+
+def _design_columns(cells: tuple[str, ...]) -> str:
+    first, *others = cells
+    return f"  {first:<{LABEL_WIDTH}}" + "".join(f"{cell:>{DESIGN_WIDTH}}" for cell in others).rstrip()

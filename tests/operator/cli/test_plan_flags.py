@@ -1,0 +1,252 @@
+"""`kimictl plan` from flags and under a workload: what comes out, and what is refused by the name of its flag."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+MI300X = Path(__file__).resolve().parents[3] / "examples" / "mi300x-2p2d.yaml"
+LOCAL = MI300X.parent / "local" / "2p2d.yaml"
+FIRST_SCREEN = 10
+
+Run = Callable[..., tuple[int, str, str]]
+Plan = Callable[..., dict]
+
+
+@pytest.fixture
+def plan(run: Run) -> Plan:
+    """The JSON of a plan that fits."""
+
+    def call(*arguments: object) -> dict:
+        status, out, err = run("plan", *arguments, "-o", "json")
+        assert (status, err) == (0, "")
+        return json.loads(out)
+
+    return call
+
+
+def test_flags_give_the_plan_of_the_manifest_that_says_the_same(plan: Plan) -> None:
+    by_flags = plan("--chip", "mi300x", "--nodes", 4, "--max-num-seqs", 8, "--max-model-len", 524_288)
+    by_file = plan("-f", MI300X)
+    for role in ("prefill", "decode"):
+        assert by_flags[role] == by_file[role]
+    assert by_flags["speed"] == by_file["speed"]
+
+
+def test_the_published_settings_of_mi325x_come_out_of_its_workload(plan: Plan) -> None:
+    found = plan(
+        "--chip", "mi325x", "--nodes", 4, "--prompt-tokens", 2048, "--output-tokens", 128, "--concurrency", 512
+    )
+    assert found["decode"]["max_num_seqs"] == 64
+    assert found["outlook"]["decode"]["best"]["running"] == 512
+    assert found["deployment"]["spec"]["decode"]["maxNumSeqs"] == 64
+
+
+def test_a_workload_asks_for_no_more_than_it_needs(plan: Plan) -> None:
+    flags = ("--chip", "mi300x", "--nodes", 4, "--prompt-tokens", 4000, "--output-tokens", 96)
+    assert plan(*flags, "--concurrency", 20)["decode"]["max_num_seqs"] == 3
+    assert plan(*flags)["decode"]["max_num_seqs"] == 32
+
+
+def test_nodes_are_spread_over_the_groups(plan: Plan) -> None:
+    found = plan("--chip", "mi300x", "--nodes", 8, "--decode-groups", 3)
+    assert (found["gpus"], found["nodes"]) == (64, 8)
+    assert found["outlook"]["decode"]["groups"] == 3
+    assert found["prefill"]["ranks"] == 16
+
+
+def test_the_first_ten_lines_answer(run: Run) -> None:
+    status, out, _ = run("plan", "-f", MI300X, "--prompt-tokens", 4096, "--output-tokens", 512)
+    first = "\n".join(out.splitlines()[:FIRST_SCREEN])
+    assert status == 0
+    for part in ("fits, and meets the workload", "maxNumSeqs a lane", "550,848", "524,288 tokens", "TPOT", "tokens/s"):
+        assert part in first
+    assert out.splitlines()[FIRST_SCREEN] == ""
+
+
+def test_the_bar_is_as_wide_as_the_memory_it_stands_for(run: Run) -> None:
+    _, out, _ = run("plan", "-f", MI300X)
+    (bar,) = (line.strip() for line in out.splitlines() if line.strip().startswith("[#"))
+    assert len(bar) == 62
+    # 143.5 of 192 GiB are weights
+    assert bar.count("#") == round(60 * 154_089_090_496 / 206_141_652_992)
+    assert bar.count("k") in (4, 5)
+
+
+def test_stretches_cover_every_context_without_a_gap(plan: Plan) -> None:
+    found = plan("-f", MI300X)
+    for role in ("prefill", "decode"):
+        stretches = found["outlook"][role]["stretches"]
+        assert stretches[0]["first_tokens"] == 1
+        assert stretches[-1]["last_tokens"] == 524_288
+        for before, after in itertools.pairwise(stretches):
+            assert after["first_tokens"] == before["last_tokens"] + 1
+            assert after["binds"] != before["binds"]
+
+
+def test_predictions_carry_band_and_calibration(plan: Plan) -> None:
+    speed = plan("-f", MI300X)["speed"]
+    for name in ("tpot", "tpotAlone", "prefill", "handoff", "throughput"):
+        assert speed[name]["low"] <= speed[name]["value"] <= speed[name]["high"], name
+        assert speed[name]["calibrated_on"], name
+    rates = [point["tokensPerSecond"]["value"] for point in speed["curve"]]
+    assert speed["curve"][0]["concurrency"] == 1
+    assert max(rates) == pytest.approx(rates[-1])
+
+
+def test_a_profile_without_rates_plans_without_predictions(plan: Plan, run: Run) -> None:
+    assert plan("-f", LOCAL)["speed"]["predicted"] is False
+    _, out, _ = run("plan", "-f", LOCAL)
+    assert "no predictions       HardwareProfile local-cpu: spec.gpu.hbmBytesPerSecond" in out
+
+
+def test_unused_memory_shrinks_with_longer_requests(plan: Plan) -> None:
+    def unused(prompt: int) -> int:
+        return plan("-f", MI300X, "--prompt-tokens", prompt, "--output-tokens", 100)["outlook"]["decode"]["unusedBytes"]
+
+    assert unused(1_000) > unused(10_000) > unused(60_000)
+
+
+def test_a_workload_file_and_flags_together(plan: Plan, tmp_path: Path) -> None:
+    file = tmp_path / "work.yaml"
+    file.write_text(yaml.safe_dump({"prompt": {"uniform": {"min": 1000, "max": 3000}}, "output": 500, "reuse": 0.5}))
+    found = plan("-f", MI300X, "--workload", file, "--output-tokens", "100-300", "--concurrency", 5)["workload"]
+    assert (found["prompt"], found["output"]) == ("1,000 to 3,000 tokens", "100 to 300 tokens")
+    assert (found["reuse"], found["concurrency"], found["assumed"]) == (0.5, 5, False)
+
+
+def test_a_target_without_lengths_is_for_the_assumed_ones(plan: Plan) -> None:
+    found = plan("-f", MI300X, "--target-tpot", "500ms")["workload"]
+    assert found["assumed"] is True
+    assert found["targets"]["tpotSeconds"] == 0.5
+    assert found["promptMeanTokens"] + found["outputMeanTokens"] == 16_384
+
+
+def test_a_rate_becomes_running_requests_by_its_target(plan: Plan) -> None:
+    found = plan(
+        "--chip", "mi325x", "--prompt-tokens", 2048, "--output-tokens", 100, "--requests-per-second", 2,
+        "--target-tpot", "0.2s",
+    )  # fmt: skip
+    assert found["workload"]["concurrency"] == 40
+    assert found["decode"]["max_num_seqs"] == 5
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (("--target-tpot", "20ms"), "--target-tpot"),
+        (("--concurrency", "5000"), "--concurrency"),
+        (("--target-ttft", "1ms"), "--target-ttft"),
+    ],
+)
+def test_a_missed_target_exits_1_and_says_what_would_do(run: Run, flags: tuple[str, str], expected: str) -> None:
+    status, out, _ = run("plan", "-f", MI300X, "--prompt-tokens", 2048, "--output-tokens", 128, *flags)
+    assert status == 1
+    assert f"fits, but misses the workload: {expected} (see below)" in out
+    assert f"misses: {expected}: got" in out
+
+
+def test_requests_longer_than_the_plan_are_a_miss(run: Run) -> None:
+    status, out, _ = run("plan", "-f", MI300X, "--prompt-tokens", 600_000, "--output-tokens", 100)
+    assert status == 1
+    assert "misses: --prompt-tokens: got 600,000 tokens, expected less than 524,288 tokens" in out
+
+
+CHIP = ("--chip", "mi300x")
+LENGTHS = ("--prompt-tokens", "2048", "--output-tokens", "128")
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ((), "--file: got nothing, expected a manifest, flags such as --chip mi300x, or --check; name one with -f"),
+        (("--nodes", "4"), "--chip: got nothing, expected one of ['mi300x', "),
+        (("--chip", "mi999"), "--chip: got 'mi999', expected one of ['mi300x', "),
+        ((*CHIP, "--nodes", "0"), "--nodes: got 0, expected a multiple of 2"),
+        ((*CHIP, "--nodes", "-4"), "--nodes: got -4, expected a multiple of 2"),
+        ((*CHIP, "--nodes", "5"), "--nodes: got 5, expected a multiple of 2"),
+        ((*CHIP, "--nodes", "4", "--nodes-per-group", "4"), "--nodes: got 4, expected 2 groups x 4 nodes = 8"),
+        ((*CHIP, "--nodes-per-group", "0"), "--nodes-per-group: got 0, expected greater than or equal to 1"),
+        ((*CHIP, "--gpus-per-node", "65"), "--gpus-per-node: got 65, expected less than or equal to 64"),
+        ((*CHIP, "--tensor-parallel", "-2"), "--tensor-parallel: got -2, expected greater than or equal to 1"),
+        ((*CHIP, "--prefill-groups", "0"), "--prefill-groups: got 0, expected greater than or equal to 1"),
+        ((*CHIP, "--decode-groups", "1000"), "--decode-groups: got 1000, expected less than or equal to 64"),
+        ((*CHIP, "--max-num-seqs", "0"), "--max-num-seqs: got 0, expected greater than or equal to 1"),
+        ((*CHIP, "--max-model-len", "0"), "--max-model-len: got 0, expected greater than or equal to 1"),
+        ((*CHIP, "--kv-cache", "FP4"), "--kv-cache: got 'FP4', expected 'Auto', 'BF16' or 'FP32'"),
+        ((*CHIP, "--architecture", "kimi-k9"), "--architecture: got 'kimi-k9', expected one of ['kimi-k3'"),
+        ((*CHIP, "--prompt-tokens", "x"), "--prompt-tokens: got 'x', expected a number of tokens, or MIN-MAX"),
+        ((*CHIP, "--prompt-tokens", "-5"), "--prompt-tokens"),
+        ((*CHIP, "--prompt-tokens", "2048"), "--output-tokens: got nothing, expected a value; set it"),
+        ((*CHIP, "--prompt-tokens", "9-3", "--output-tokens", "1"), "--prompt-tokens: got 9, expected at most max, 3"),
+        ((*CHIP, *LENGTHS, "--reuse", "1"), "--reuse: got 1.0, expected less than"),
+        ((*CHIP, *LENGTHS, "--reuse", "-0.1"), "--reuse: got -0.1, expected greater than or equal to 0"),
+        ((*CHIP, *LENGTHS, "--concurrency", "0"), "--concurrency: got 0, expected greater than or equal to 1"),
+        ((*CHIP, *LENGTHS, "--requests-per-second", "0"), "--requests-per-second: got 0.0, expected greater than"),
+        (
+            (*CHIP, *LENGTHS, "--requests-per-second", "2"),
+            "workload.targets.tpotSeconds: got nothing, expected a value",
+        ),
+        ((*CHIP, *LENGTHS, "--target-tpot", "60"), "--target-tpot: got '60', expected a time with its unit"),
+        ((*CHIP, *LENGTHS, "--target-tpot", "0ms"), "--target-tpot: got 0.0, expected greater than"),
+        ((*CHIP, *LENGTHS, "--target-ttft", "fast"), "--target-ttft: got 'fast', expected a time with its unit"),
+        ((*CHIP, "--prompt-tokens", "2000000", "--output-tokens", "1"), "--prompt-tokens: got 2,000,000 tokens"),
+        ((*CHIP, "--workload", "/none.yaml"), "/none.yaml: got [Errno 2]"),
+        ((*CHIP, "--cost", "0"), "--cost: got 0, expected a price of a GPU-hour above 0"),
+        ((*CHIP, "--cost", "nan"), "--cost: got nan, expected a price of a GPU-hour above 0"),
+        ((*CHIP, "--cost", "-2"), "--cost: got -2, expected a price of a GPU-hour above 0"),
+        ((*CHIP, "--search", "0"), "--search: got 0, expected at least 2"),
+        ((*CHIP, "--search", "65"), "--search: got 65, expected at most 64"),
+        ((*CHIP, "--nodes", "4", "--search", "4"), "--nodes: got a flag of one layout, expected --chip, --arch"),
+        ((*CHIP, "--check", "--search", "4"), "--search: got --search and --check at once, expected one of them"),
+        (
+            (*CHIP, "--explain", "tpot", "-o", "html"),
+            "--output: got html, expected one of text, json, yaml with --expl",
+        ),
+        ((*CHIP, "--search", "4", "--cost", "2"), "--cost: got --cost and --search at once, expected either of them"),
+        ((*CHIP, "--explain", "nothing"), "--explain: got 'nothing', expected a line or a figure of the plan"),
+        (("-f", str(MI300X), "--nodes", "4"), "--nodes: got a flag beside a manifest, expected either of them"),
+        (("-f", str(LOCAL), "--cost", "2"), "--cost: got no throughput: HardwareProfile local-cpu"),
+        (("-f", str(MI300X), "--what-if", "x"), "--what-if: got 'x', expected KEY=VALUE"),
+        (("-f", str(MI300X), "--what-if", "nodes=5"), "--what-if nodes: got 5, expected 2 nodes of prefill"),
+        (("-f", str(MI300X), "--what-if", "nodes=two"), "--what-if nodes: got 'two', expected 2 nodes of prefill"),
+        (("-f", str(MI300X), "--what-if", "chip=mi9"), "--what-if chip: got 'mi9', expected the name of a Hardw"),
+        (("-f", str(MI300X), "--what-if", "decode.lanes=3"), "--what-if: spec.decode.lanes: got 3, expected no such"),
+        (("-f", str(MI300X), "--what-if", "decode=3"), "--what-if: spec.decode: got 3, expected"),
+        (("-f", str(MI300X), "--what-if", "decode.maxNumSeqs.x=3"), "--what-if: got 'decode.maxNumSeqs.x=3'"),
+        (("-f", str(MI300X), "--what-if", "profile.gpu.memory=big"), "--what-if: profile.spec.gpu.memory: got 'big'"),
+        (("-f", str(MI300X), "--what-if", "workload.concurrency=0"), "--what-if: workload.concurrency: got 0"),
+        (("-f", str(MI300X), "--what-if", "decode.maxNumSeqs=[1"), "--what-if decode.maxNumSeqs: got '[1'"),
+        (("--compare", str(MI300X), "/none.yaml"), "/none.yaml: got [Errno 2]"),
+        (("--compare", str(MI300X)), "--compare"),
+    ],
+)
+def test_bad_input_exits_2_and_names_flag_value_and_remedy(run: Run, flags: tuple[str, ...], expected: str) -> None:
+    status, out, err = run("plan", *flags)
+    assert (status, out) == (2, "")
+    assert expected in err
+
+
+def test_a_layout_that_does_not_fit_names_its_flag(run: Run) -> None:
+    status, out, _ = run("plan", *CHIP, "--nodes", 4, "--tensor-parallel", 1)
+    assert status == 1
+    assert out.startswith("does not fit:\n")
+    assert "use the nearest layout that fits: 2 x 8 GPUs with tensorParallel 2" in out
+    status, out, _ = run("plan", *CHIP, "--nodes", 6)
+    assert status == 1
+    assert "--nodes-per-group\n    got       3 (x gpusPerNode 8 = 24 ranks)" in out
+
+
+def test_yaml_and_json_say_the_same(run: Run) -> None:
+    by_json, by_yaml = (run("plan", "-f", MI300X, "-o", output)[1] for output in ("json", "yaml"))
+    assert yaml.safe_load(by_yaml) == json.loads(by_json)
+
+
+def test_a_warning_of_the_plan_is_on_the_first_screen(run: Run) -> None:
+    _, out, _ = run("plan", "--chip", "mi355x", "--nodes", 4)
+    assert any(line.startswith("warning: ") for line in out.splitlines()[:FIRST_SCREEN])
