@@ -1,0 +1,241 @@
+"""Views of a plan: what-if, comparison, cost, explanations and the search, with figures that are computed here anew."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
+MI300X, MI325X = EXAMPLES / "mi300x-2p2d.yaml", EXAMPLES / "mi325x-2p2d.yaml"
+GPU_BYTES = 206_141_652_992
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def document(run: Run) -> Callable[..., dict[str, Any]]:
+    """The JSON of a view that exits 0."""
+
+    def call(*arguments: object) -> dict[str, Any]:
+        status, out, err = run("plan", *arguments, "-o", "json")
+        assert (status, err) == (0, "")
+        return json.loads(out)
+
+    return call
+
+
+Document = Callable[..., dict[str, Any]]
+
+
+def changes_of(found: dict[str, Any]) -> dict[str, tuple[str, str]]:
+    return {row["key"]: (row["before"], row["after"]) for row in found["changes"]}
+
+
+# --what-if
+
+
+def test_what_if_shows_what_changes_and_nothing_else(document: Document) -> None:
+    found = changes_of(document("-f", MI300X, "--what-if", "profile.reserve.symmetricHeap=4Gi"))
+    assert found["decode.symmetric heap"] == ("8,589,934,592 B = 8.0 GiB", "4,294,967,296 B = 4.0 GiB")
+    pages = int(found["decode.numPages"][1].replace(",", "")) - int(found["decode.numPages"][0].replace(",", ""))
+    assert pages in (2**32 // 1_769_472, 2**32 // 1_769_472 + 1)
+    assert "decode.routed experts" not in found
+    assert "gpus" not in found
+
+
+def test_what_if_gives_the_plan_of_a_manifest_that_was_edited(run: Run, document: Document, tmp_path: Path) -> None:
+    edits = {"model.maxModelLen": 262_144, "decode.maxNumSeqs": 16, "prefill.maxNumSeqs": 12}
+    manifest = yaml.safe_load(MI300X.read_text())
+    for path, value in edits.items():
+        section, field = path.split(".")
+        manifest["spec"][section][field] = value
+    file = tmp_path / "edited.yaml"
+    file.write_text(yaml.safe_dump(manifest))
+    flags = [flag for path, value in edits.items() for flag in ("--what-if", f"{path}={value}")]
+    what_if = changes_of(document("-f", MI300X, *flags))
+    compared = changes_of(document("--compare", MI300X, file))
+    assert what_if == {key: pair for key, pair in compared.items() if pair[0] != pair[1]}
+
+
+@pytest.mark.parametrize("edits", [("decode.maxNumSeqs=8",), ("chip=mi300x",), ("nodes=4",)])
+def test_an_edit_that_says_what_is_so_changes_nothing(run: Run, edits: tuple[str, ...]) -> None:
+    assert run("plan", "-f", MI300X, "--what-if", *edits) == (0, "nothing changes\n", "")
+
+
+def test_more_nodes_are_more_decode_groups(document: Document) -> None:
+    found = changes_of(document("-f", MI300X, "--what-if", "nodes=8"))
+    assert found["decode.groups"] == ("1", "3")
+    assert found["gpus"] == ("32", "64")
+    assert "prefill.groups" not in found
+
+
+def test_another_chip_brings_its_own_profile(document: Document) -> None:
+    found = changes_of(document("-f", MI300X, "--what-if", "chip=mi325x", "--cost", "2"))
+    assert found["decode.total"][1] == "274,877,906,944 B = 256.0 GiB"
+    assert found["decode.symmetric heap"][1] == "17,179,869,184 B = 16.0 GiB"
+    assert "cost.output" in found
+
+
+def test_what_does_not_fit_after_an_edit_exits_1_with_the_arithmetic(run: Run) -> None:
+    status, out, _ = run("plan", "-f", MI300X, "--what-if", "tensorParallel=1")
+    assert status == 1
+    assert "191.0 GiB of weights + 32.2 GiB reserved" in out
+    assert "decode.numPages" not in out
+
+
+def test_an_edited_figure_no_longer_names_its_old_source(document: Document) -> None:
+    (figure,) = document("-f", MI300X, "--explain", "decode.symmetric heap")["figures"]
+    assert "published bring-up" in figure["source"]
+    found = changes_of(document("-f", MI300X, "--what-if", "workload.concurrency=16"))
+    assert found["throughput"][0] != found["throughput"][1]
+
+
+# --compare
+
+
+def test_compare_shows_both_plans_and_marks_what_differs(run: Run) -> None:
+    status, out, _ = run("plan", "--compare", MI300X, MI325X)
+    lines = out.splitlines()
+    assert status == 0
+    assert lines[0].split() == [str(MI300X), str(MI325X)]
+    marked = {line[1:].split()[0]: line.startswith("*") for line in lines[1:]}
+    assert marked["decode.maxNumSeqs"]
+    assert not marked["gpus"]
+
+
+def test_compare_with_one_that_does_not_fit_exits_1(run: Run, tmp_path: Path) -> None:
+    manifest = yaml.safe_load(MI300X.read_text())
+    for role in ("prefill", "decode"):
+        manifest["spec"][role]["tensorParallel"] = 1
+    file = tmp_path / "narrow.yaml"
+    file.write_text(yaml.safe_dump(manifest))
+    status, out, _ = run("plan", "--compare", MI300X, file)
+    assert status == 1
+    assert "191.0 GiB of weights" in out
+
+
+def test_compare_as_markdown_is_a_table(run: Run) -> None:
+    _, out, _ = run("plan", "--compare", MI300X, MI325X, "-o", "markdown")
+    assert {line.count("|") for line in out.splitlines()} == {4}
+
+
+# --cost
+
+
+def test_cost_is_price_over_predicted_throughput(document: Document) -> None:
+    found = document("-f", MI300X, "--prompt-tokens", 2000, "--output-tokens", 500, "--concurrency", 32, "--cost", 3)
+    rate, cost = found["speed"]["throughput"], found["cost"]
+    # 16 GPUs a role at 3 an hour
+    assert cost["output"]["value"] == pytest.approx(16 * 3 / 3600 / rate["value"] * 1e6)
+    assert cost["output"]["high"] == pytest.approx(16 * 3 / 3600 / rate["low"] * 1e6)
+    assert cost["output"]["low"] == pytest.approx(16 * 3 / 3600 / rate["high"] * 1e6)
+    assert cost["prompt"]["value"] == pytest.approx(cost["output"]["value"] * 500 / 2000)
+    assert cost["all_in"]["value"] == pytest.approx(2 * cost["output"]["value"])
+    assert cost["per_request"]["value"] == pytest.approx(cost["all_in"]["value"] * 500 / 1e6)
+    assert (cost["hour"], cost["concurrency"]) == (96, 32)
+
+
+def test_without_a_load_the_cost_is_for_the_most_throughput(document: Document) -> None:
+    found = document("-f", MI300X, "--cost", 3)
+    most = max(point["tokensPerSecond"]["value"] for point in found["speed"]["curve"])
+    assert found["cost"]["output"]["value"] == pytest.approx(16 * 3 / 3600 / most * 1e6)
+
+
+# --explain
+
+
+def test_every_line_of_memory_explains_itself(run: Run, document: Document) -> None:
+    plan = document("-f", MI300X)
+    for line in plan["decode"]["lines"]:
+        (figure,) = document("-f", MI300X, "--explain", f"decode.{line['label']}")["figures"]
+        assert figure["text"].startswith(f"{line['bytes']:,} B")
+        assert figure["formula"]
+        assert figure["source"]
+
+
+@pytest.mark.parametrize("name", ["decode.pageBytes", "decode.slotBytes", "decode.KVTokens", "decode.lanes"])
+def test_values_put_into_the_formula_give_the_figure(document: Document, name: str) -> None:
+    (figure,) = document("-f", MI300X, "--explain", name)["figures"]
+    values = figure["values"].replace(",", "").replace(" x ", " * ").replace(" groups", "")
+    assert re.fullmatch(r"[0-9+*/(). -]+", values), values
+    assert eval(values) == int(figure["text"].replace(",", "").split()[0])
+
+
+def test_terms_of_a_prediction_add_up_to_it(document: Document) -> None:
+    (figure,) = document("-f", MI300X, "--explain", "tpot")["figures"]
+    terms = [float(term) for term in re.findall(r"([0-9.]+) ms \(", figure["values"])]
+    factor = float(re.search(r"factor ([0-9.]+)", figure["source"])[1])
+    assert factor * sum(terms) == pytest.approx(float(figure["text"].split()[0]), rel=0.01)
+
+
+def test_a_name_without_its_role_explains_both(run: Run) -> None:
+    status, out, _ = run("plan", "-f", MI300X, "--explain", "kv PAGES")
+    assert status == 0
+    assert [line.split(" = ")[0] for line in out.splitlines() if " = " in line] == [
+        "prefill.KV pages",
+        "decode.KV pages",
+    ]
+
+
+def test_an_unknown_name_lists_the_nearest(run: Run) -> None:
+    _, _, err = run("plan", "-f", MI300X, "--explain", "routed expert")
+    assert err.rstrip().endswith("name one of: routed experts")
+
+
+def test_costs_explain_themselves(document: Document) -> None:
+    (figure,) = document("-f", MI300X, "--cost", 2, "--explain", "cost.allIn")["figures"]
+    assert figure["formula"] == "GPUs x price / 3,600 s / output tokens/s x 1,000,000"
+    assert figure["values"].startswith("32 GPUs x 2 / 3,600")
+
+
+# --search
+
+
+def test_search_ranks_by_predicted_throughput_and_names_settings_that_plan(run: Run, document: Document) -> None:
+    flags = ("--prompt-tokens", 2048, "--output-tokens", 128)
+    found = document("--chip", "mi325x", "--search", 4, *flags)
+    rates = [layout["tokensPerSecond"] for layout in found["ranked"]]
+    assert rates == sorted(rates, reverse=True)
+    best = found["ranked"][0]
+    assert best["nodes"] <= 4
+    shape = best["decode"]
+    plan = document(
+        "--chip", "mi325x", "--nodes-per-group", shape["nodesPerGroup"], "--tensor-parallel", shape["tensorParallel"],
+        "--prefill-groups", best["prefill"]["groups"], "--decode-groups", shape["groups"], *flags,
+    )  # fmt: skip
+    assert best["prefill"]["nodesPerGroup"] == shape["nodesPerGroup"]
+    assert plan["decode"]["max_num_seqs"] == shape["maxNumSeqs"]
+    assert plan["nodes"] == best["nodes"]
+
+
+def test_one_node_of_mi300x_is_refused_with_the_arithmetic(run: Run) -> None:
+    status, out, _ = run("plan", "--chip", "mi300x", "--search", 1)
+    assert status == 1
+    assert "(checkpoint 1,453.7 GiB)" in out
+    assert "8 x 192.0 GiB = 1,535.9 GiB" in out
+    assert "use the nearest layout that fits: 2 x 8 GPUs with tensorParallel 2" in out
+    assert "expected  at least 4: one prefill group of 2 x 8 GPUs" in out
+
+
+def test_search_takes_hardware_and_precision_of_a_manifest(document: Document) -> None:
+    by_file, by_flags = document("-f", MI300X, "--search", 4), document("--chip", "mi300x", "--search", 4)
+    assert by_file == by_flags
+
+
+def test_search_without_rates_says_so_and_ranks_by_capacity(run: Run) -> None:
+    status, out, _ = run("plan", "-f", EXAMPLES / "local" / "2p2d.yaml", "--search", 4)
+    assert status == 0
+    assert "not ranked by throughput: HardwareProfile local-cpu" in out
+
+
+def test_search_that_misses_a_target_exits_1(run: Run) -> None:
+    flags = ("--prompt-tokens", 2048, "--output-tokens", 128, "--target-tpot", "1ms")
+    status, out, _ = run("plan", "--chip", "mi300x", "--search", 4, *flags)
+    assert status == 1
+    assert "misses: workload.targets.tpotSeconds" in out
