@@ -95,7 +95,9 @@ def calibrate(  # noqa: PLR0913 - the options of a command
     if output == "json":
         sys.stdout.write(json.dumps(_document(done) | {"fragment": fragment}, indent=2) + "\n")
     else:
-        text = [] if output == "yaml" else [*_text(done), "", "for the profile:"]
+        apply = f"kubectl patch hardwareprofile {done.profile} --type merge --patch-file FILE"
+        how = f"for the profile; save it with -o yaml, then {apply}:"
+        text = [] if output == "yaml" else [*_text(done), "", how]
         sys.stdout.write("".join(f"{line}\n" for line in text) + yaml.safe_dump(fragment, sort_keys=False, width=120))
     if read.architecture != MODEL:
         sys.stderr.write(f"kimictl: measured with {read.architecture}; its factor says little about {MODEL}\n")
