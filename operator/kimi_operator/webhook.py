@@ -28,8 +28,10 @@ ANSWER_S = 3.0
 """Less than the API server waits by the chart's default."""
 LOOK_AGAIN_S = 20.0
 """How often the certificate is looked at; the kubelet brings a new one within about a minute."""
-MAX_BODY_BYTES = 16 * 2**20
-"""Two objects of the largest size that etcd takes, as JSON with escapes."""
+MAX_BODY_BYTES = 4 * 2**20
+"""An object and its former self, each of the largest size that etcd takes."""
+MAX_AT_ONCE = 16
+"""Questions that are held in memory; others wait. Whoever reaches the port may ask."""
 log = structlog.get_logger()
 
 
@@ -70,11 +72,14 @@ class Webhook:
     """Told of each answer."""
     port: int
     node_selector: str = ""
+    host: str | None = None
+    """All addresses when absent."""
     bound_port: int = 0
     """Where it listens, once it does; 0 before."""
+    _places: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_AT_ONCE))
 
     async def serve(self) -> NoReturn:
-        """Serve on all addresses as soon as there is a certificate, until cancelled."""
+        """Serve as soon as there is a certificate, until cancelled."""
         async with AsyncExitStack() as resources:
             while True:
                 if self.certificate.renew() and not self.bound_port:
@@ -87,13 +92,22 @@ class Webhook:
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=ANSWER_S)
         await runner.setup()
         resources.push_async_callback(runner.cleanup)
-        await web.TCPSite(runner, None, self.port, ssl_context=self.certificate.context).start()
+        await web.TCPSite(runner, self.host, self.port, ssl_context=self.certificate.context).start()
         self.bound_port = runner.addresses[0][1]
         log.info("webhook_serves", port=self.bound_port)
 
     async def _answer(self, http: web.Request) -> web.Response:
+        async with self._places:
+            try:
+                async with asyncio.timeout(ANSWER_S):
+                    body = await http.read()
+            except TimeoutError:
+                return web.Response(status=408, text=f"the body did not come within {ANSWER_S:g} s\n")
+            return await self._answer_to(body)
+
+    async def _answer_to(self, body: bytes) -> web.Response:
         try:
-            request = read_request(json.loads(await http.read()))
+            request = read_request(json.loads(body))
         except InvalidSpec as error:
             return web.Response(status=400, text=f"{error}\n")
         except (ValueError, RecursionError) as error:

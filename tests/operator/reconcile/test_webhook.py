@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import ssl
 import subprocess
 from collections import Counter
@@ -50,7 +51,7 @@ class Asker:
         """Status, and the answer as JSON or text. A connection of its own: a new certificate counts from the next."""
         context = ssl.create_default_context(cadata=self.trusted)
         url = f"https://localhost:{self.webhook.bound_port}{path}"
-        sent = {"data": body} if isinstance(body, bytes) else {"json": body}
+        sent = {"data": io.BytesIO(body)} if isinstance(body, bytes) else {"json": body}
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=context)) as session:
             async with session.request(method, url, timeout=aiohttp.ClientTimeout(total=10), **sent) as answer:
                 is_json = answer.content_type == "application/json"
@@ -72,6 +73,8 @@ async def asker(stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(endpoint, "LOOK_AGAIN_S", 0.02)
     settings, metrics = OperatorSettings(webhook_cert_dir=tmp_path), Metrics()
     webhook = make_webhook(settings, stage.api, metrics, 0)
+    # With port 0, each family of addresses would get a port of its own.
+    webhook.host = "127.0.0.1"
     task = asyncio.create_task(webhook.serve())
     yield Asker(webhook, tmp_path, metrics, task)
     task.cancel()
@@ -154,6 +157,29 @@ async def test_a_bad_question_gets_a_400_that_says_why(trusted: Asker, body: byt
     status, text = await trusted.ask(body)
     assert status == 400
     assert words in text
+
+
+async def test_a_body_that_is_too_large_or_never_comes_is_given_up(
+    trusted: Asker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert (await trusted.ask(b" " * (endpoint.MAX_BODY_BYTES + 1)))[0] == 413
+    monkeypatch.setattr(endpoint, "ANSWER_S", 0.05)
+    context = ssl.create_default_context(cadata=trusted.trusted)
+    async with asyncio.timeout(DEADLINE_S):
+        reader, writer = await asyncio.open_connection("localhost", trusted.webhook.bound_port, ssl=context)
+        writer.write(f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10\r\n\r\n{{".encode())
+        assert (await reader.readline()).split()[1] == b"408"
+        writer.close()
+        with suppress(OSError):
+            await writer.wait_closed()
+
+
+async def test_more_questions_than_places_are_all_answered(trusted: Asker) -> None:
+    questions = [trusted.ask(review(deployment(), uid=str(number))) for number in range(3 * endpoint.MAX_AT_ONCE)]
+    answers = await asyncio.gather(*questions)
+    assert [answer["response"] for _, answer in answers] == [
+        {"uid": str(number), "allowed": True} for number in range(len(answers))
+    ]
 
 
 async def test_only_one_path_and_one_method_are_served(trusted: Asker) -> None:
