@@ -61,6 +61,8 @@ class Share:
     parts: int
     """GPUs that the card is split into; 1 also for a virtual function that is less than its card."""
     is_virtual: bool
+    counted_dies: int
+    """Compute dies of the card, by the compute units of one where the labels tell."""
 
     @property
     def is_whole(self) -> bool:
@@ -189,8 +191,16 @@ def share_of(seen: GpuLabels, candidates: Mapping[str, HardwareProfile]) -> Shar
     # NPS1 lets each partition address all memory, but its siblings live in the same: its own is its share. Older
     # labellers state the whole card's.
     memory = min(seen.vram or card.memory, card.memory // parts)
-    units = seen.compute_units or card.compute_units // parts
-    return Share(described[0].metadata.name, card, memory, units, parts, is_virtual)
+    is_die = seen.partition is not None and seen.partition.compute is ComputePartition.CPX
+    return Share(
+        chip=described[0].metadata.name,
+        card=card,
+        memory=memory,
+        compute_units=seen.compute_units or card.compute_units // parts,
+        parts=parts,
+        is_virtual=is_virtual,
+        counted_dies=parts if is_die else card.compute_dies,
+    )
 
 
 def _parts(seen: GpuLabels, card: CardSpec, *, is_virtual: bool) -> int:

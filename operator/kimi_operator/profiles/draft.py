@@ -149,6 +149,9 @@ def _of_part(facts: NodeFacts, base: HardwareProfileSpec, share: Share) -> dict[
         if path.partition(".")[2] in gpu | match:
             sources[path], basis[path] = part, Basis.DERIVED.value
     reported = ["gpu.perNode"] + (["gpu.computeUnits"] if facts.labels.compute_units else [])
+    if share.counted_dies != share.card.compute_dies:
+        gpu["card"] = gpu["card"] | {"computeDies": share.counted_dies}
+        reported.append("gpu.card.computeDies")
     _report(facts, sources, basis, reported)
     kept = {name: whole[name] for name in KEPT_OF_A_PART if name in whole}
     return {"match": match, "gpu": gpu} | kept | {"sources": sources, "basis": basis}

@@ -280,6 +280,19 @@ def test_every_draft_says_only_what_is_known(
         parse(HardwareProfile, yaml.safe_load(text) | {"spec": spec})
 
 
+def test_dies_that_a_partitioned_node_counts_are_the_cards(tmp_path: Path, run: Run) -> None:
+    """The number of dies of some chips is hearsay; in CPX the compute units of one are not."""
+    labels = labelled("75a3", "144G", 128, "cpx_nps2")
+    status, out, _ = run("from-node", saved(tmp_path, node(labels, gpus=16)))
+    assert status == 0
+    spec = yaml.safe_load(out)["spec"]
+    assert spec["gpu"]["card"]["computeDies"] == 2
+    assert spec["sources"]["gpu.card.computeDies"] == "node gpu-1"
+    reserve = {"contexts": "1Gi", "activations": "1Gi"}
+    document = yaml.safe_load(out) | {"spec": spec | {"reserve": reserve}}
+    assert parse(HardwareProfile, document).spec.gpu.memory == 144 * 2**30
+
+
 # kubectl
 
 
