@@ -15,9 +15,10 @@ from kimi_operator.decide.groups import GroupDecision, GroupPolicy, GroupWanted
 from kimi_operator.errors import InvalidSpec
 from kimi_operator.look import Refusal
 from kimi_operator.observe import NodeSeen, Observed
-from kimi_operator.planner import Infeasible, Plan, make_plan
+from kimi_operator.planner import Infeasible, Plan
 from kimi_operator.planner.report import plan_status
 from kimi_operator.profiles import architecture, select_profile
+from kimi_operator.profiles.forecast import plan_on
 from kimi_operator.render import RenderConfig, Rendered, RenderInputs, render
 from kimi_operator.render.names import GroupKey, Owner
 from kimi_operator.render.worker import role_revision
@@ -92,7 +93,7 @@ def plan_document(document: Document, profiles: Profiles, nodes: Iterable[NodeSe
         profile = select_profile(spec, profiles.known, [(node.name, node.labels) for node in nodes])
     except InvalidSpec as error:
         return Refusal(Reason.PROFILE_UNKNOWN, str(error))
-    plan = make_plan(known, spec, profile)
+    plan = plan_on(known, spec, profile)
     if isinstance(plan, Infeasible):
         return Refusal(Reason.DOES_NOT_FIT, str(plan))
     return Planned(spec, profile, plan)

@@ -12,6 +12,7 @@ from kimi_operator.api.base import API_VERSION, ApiModel, immutable, rule, rules
 from kimi_operator.api.meta import ObjectMeta
 from kimi_operator.api.pod import Name, Path, PodTemplate
 from kimi_operator.api.status import KimiDeploymentStatus
+from kimi_operator.api.workload import WorkloadSpec
 
 MAX_GROUPS = 64
 
@@ -255,6 +256,10 @@ class KimiDeploymentSpec(ApiModel):
     model: ModelSpec = Field(description="Which model is served.")
     hardware: HardwareSpec = Field(default_factory=HardwareSpec, description="What the pods run on.")
     precision: PrecisionSpec = Field(default_factory=PrecisionSpec, description="How numbers lie in memory.")
+    workload: WorkloadSpec | None = Field(
+        default=None,
+        description="What the service is asked to do: maxNumSeqs and pools are solved for it where a role states none.",
+    )
     prefill: RoleSpec = Field(description="Groups that compute prompts.")
     decode: RoleSpec = Field(description="Groups that generate tokens.")
     handoff: HandoffSpec = Field(default_factory=HandoffSpec, description="How state moves between them.")

@@ -151,6 +151,7 @@ class PlanStatus(StatusModel):
     kv_cache_dtype: ShortText = Field(description="Type of cached MLA rows.")
     experts: ShortText = Field(description="How routed experts lie in memory.")
     transport: ShortText = Field(description="Library of the handoff.")
+    workload: Text = Field(default="", description="Lengths that were planned for; empty where none are stated.")
     prefill: RolePlanStatus = Field(description="Plan of the prefill role.")
     decode: RolePlanStatus = Field(description="Plan of the decode role.")
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, WithJsonSchema
 
 from kimi_operator.api.base import ApiModel, rule, rules
 
@@ -19,6 +19,8 @@ MAX_CONCURRENCY = 1_000_000
 ONE_DISTRIBUTION = "exactly one of fixed, uniform, logNormal, empirical"
 
 Tokens = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
+# A CRD's schema has no number for an open bound: a rule says it.
+Share = Annotated[float, Field(ge=0, lt=1), WithJsonSchema({"type": "number", "minimum": 0, "maximum": 1})]
 
 
 class Uniform(ApiModel):
@@ -92,14 +94,13 @@ class WorkloadSpec(ApiModel):
                 "!has(self.requestsPerSecond) || (has(self.targets) && has(self.targets.tpotSeconds))",
                 "requestsPerSecond needs targets.tpotSeconds: running requests are the rate x output tokens x TPOT",
             ),
+            rule("!has(self.reuse) || self.reuse < 1.0", "reuse must be less than 1", field_path=".reuse"),
         )
     )
 
     prompt: LengthsSpec = Field(description="Tokens of a prompt.")
     output: LengthsSpec = Field(description="Tokens of an answer.")
-    reuse: float = Field(
-        default=0.0, ge=0, le=0.999, description="Share of prompt tokens whose prefix is in the cache of prefill."
-    )
+    reuse: Share = Field(default=0.0, description="Share of prompt tokens whose prefix is in the cache of prefill.")
     targets: TargetsSpec = Field(default_factory=TargetsSpec, description="How fast requests should be served.")
     concurrency: int | None = Field(
         default=None, ge=1, le=MAX_CONCURRENCY, description="Requests in decode at once; as many as fit when absent."

@@ -14,8 +14,9 @@ from kimi_operator.api.base import parse
 from kimi_operator.api.deployment import KimiDeployment
 from kimi_operator.api.profile import HardwareProfile
 from kimi_operator.errors import InvalidSpec, Problem
-from kimi_operator.planner import Architecture, Infeasible, Plan, make_plan
+from kimi_operator.planner import Architecture, Infeasible, Plan
 from kimi_operator.profiles import architecture, built_in_profiles, select_profile
+from kimi_operator.profiles.forecast import plan_on
 
 STANDARD_INPUT = Path("-")
 Document = Mapping[str, Any]
@@ -46,7 +47,7 @@ def plan_deployment(deployment: KimiDeployment, profiles: Mapping[str, HardwareP
     """Plan a deployment. Raises InvalidSpec for an architecture or a profile that nobody knows."""
     chosen = select_profile(deployment.spec, profiles, node_labels=())
     model = architecture(deployment.spec.model.architecture)
-    return Planned(deployment, chosen, model, make_plan(model, deployment.spec, chosen))
+    return Planned(deployment, chosen, model, plan_on(model, deployment.spec, chosen))
 
 
 def read_documents(files: Iterable[Path]) -> Documents:

@@ -30,6 +30,11 @@ class Limit(StrEnum):
     SETTING = "stated pool"
     MODEL = "model"
 
+    @property
+    def is_memory(self) -> bool:
+        """Whether it says how many requests memory holds at once."""
+        return self in (Limit.GRAPHS, Limit.SLOTS, Limit.PAGES)
+
 
 @dataclass(frozen=True, slots=True)
 class Timing:

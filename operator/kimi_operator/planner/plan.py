@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kimi_operator.api.deployment import (
@@ -12,8 +13,10 @@ from kimi_operator.api.deployment import (
     TransportChoice,
 )
 from kimi_operator.api.profile import Device, DType, HardwareProfile, HardwareProfileSpec
-from kimi_operator.errors import Problem
+from kimi_operator.errors import InvalidSpec, Problem
 from kimi_operator.planner.architecture import Architecture
+from kimi_operator.planner.case import Solution
+from kimi_operator.planner.demand import Demand, Speed, binds_text, lengths_text, read_demand, shortfalls, solve_role
 from kimi_operator.planner.layout import check_layout
 from kimi_operator.planner.memory import ExpertFormat, MemoryLine
 from kimi_operator.planner.pools import Room, Settings, cut_pools, pool_lines
@@ -60,6 +63,8 @@ class Plan:
     """GPUs of all groups of both roles."""
     prefill: RolePlan
     decode: RolePlan
+    workload: str = ""
+    """Lengths that were planned for; empty where none are stated."""
     warnings: tuple[str, ...] = ()
     """What to say beside the plan, such as hardware that the bundled worker was never run on."""
 
@@ -78,19 +83,48 @@ class Infeasible:
         return "; ".join(str(problem) for problem in self.problems)
 
 
-def make_plan(architecture: Architecture, spec: KimiDeploymentSpec, profile: HardwareProfile) -> Plan | Infeasible:
-    """Plan both roles. Pure; never raises for what a user can write in a valid spec and profile."""
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """The pools of a role, and how they were solved; None where no workload is stated."""
+
+    room: Room
+    solution: Solution | None
+
+
+def make_plan(
+    architecture: Architecture, spec: KimiDeploymentSpec, profile: HardwareProfile, speed: Speed | None = None
+) -> Plan | Infeasible:
+    """Plan both roles. Pure; never raises for what a user can write in a valid spec and profile.
+
+    With spec.workload, running requests of a lane are solved for it; its targets need `speed`, the predictions.
+    """
     settings, problems = _settings(architecture, spec, profile.spec)
     if unsupported := support_problem(profile):
         problems += (unsupported,)
     problems += check_layout(architecture, spec, profile.spec)
+    demand = None
+    try:
+        demand = read_demand(settings, speed)
+    except InvalidSpec as error:
+        problems += error.problems
     if problems:
         return Infeasible(problems)
-    rooms = [cut_pools(settings, role) for role in Role]
-    problems = tuple(room for room in rooms if isinstance(room, Problem))
+    cuts = [_cut(settings, role, demand) for role in Role]
+    problems = tuple(cut for cut in cuts if isinstance(cut, Problem))
     if problems:
         return Infeasible(problems)
-    return _plan(settings, profile, [room for room in rooms if isinstance(room, Room)])
+    return _plan(settings, profile, [cut for cut in cuts if isinstance(cut, _Cut)], demand)
+
+
+def _cut(s: Settings, role: Role, demand: Demand | None) -> _Cut | Problem:
+    room = cut_pools(s, role)
+    if isinstance(room, Problem) or demand is None:
+        return room if isinstance(room, Problem) else _Cut(room, None)
+    solution = solve_role(s, room, demand)
+    if isinstance(solution, Problem):
+        return solution
+    solved = cut_pools(s, role, solution.max_num_seqs)
+    return solved if isinstance(solved, Problem) else _Cut(solved, solution)
 
 
 def _settings(
@@ -109,12 +143,11 @@ def _settings(
     return Settings(a, spec, profile, kv_dtype, transport), tuple(problems)
 
 
-def _plan(s: Settings, profile: HardwareProfile, rooms: list[Room]) -> Plan:
-    limits, a = s.profile.limits, s.architecture
-    warning = support_warning(profile)
+def _plan(s: Settings, profile: HardwareProfile, cuts: list[_Cut], demand: Demand | None) -> Plan:
+    limits, a, rooms = s.profile.limits, s.architecture, [cut.room for cut in cuts]
     shared = min(room.num_pages for room in rooms) * limits.page_size_tokens
     max_model_len = s.spec.model.max_model_len or min(shared, a.max_positions)
-    plans = {room.role: _role_plan(s, room, max_model_len) for room in rooms}
+    plans = {cut.room.role: _role_plan(s, cut, max_model_len, demand) for cut in cuts}
     gpus = sum(s.spec.role(room.role).groups * room.shape.ranks for room in rooms)
     return Plan(
         architecture=a.name,
@@ -126,12 +159,23 @@ def _plan(s: Settings, profile: HardwareProfile, rooms: list[Room]) -> Plan:
         gpus=gpus,
         prefill=plans[Role.PREFILL],
         decode=plans[Role.DECODE],
-        warnings=(warning,) if warning else (),
+        workload=lengths_text(demand.workload) if demand else "",
+        warnings=tuple(_warnings(s, profile, cuts, demand)),
     )
 
 
-def _role_plan(s: Settings, room: Room, max_model_len: int) -> RolePlan:
-    limits, a = s.profile.limits, s.architecture
+def _warnings(s: Settings, profile: HardwareProfile, cuts: list[_Cut], demand: Demand | None) -> Iterator[str]:
+    if warning := support_warning(profile):
+        yield warning
+    if demand is not None:
+        yield from demand.warnings
+    for cut in cuts:
+        if cut.solution is not None:
+            yield from shortfalls(s, cut.room.role, cut.solution)
+
+
+def _role_plan(s: Settings, cut: _Cut, max_model_len: int, demand: Demand | None) -> RolePlan:
+    limits, a, room = s.profile.limits, s.architecture, cut.room
     budget = limits.prefill_batched_tokens if room.role is Role.PREFILL else limits.decode_batched_tokens
     context = room.num_pages * limits.page_size_tokens // room.max_num_seqs
     return RolePlan(
@@ -148,7 +192,7 @@ def _role_plan(s: Settings, room: Room, max_model_len: int) -> RolePlan:
         num_state_slots=room.num_state_slots,
         slot_bytes=room.units.slot_bytes,
         lines=room.lines + pool_lines(s, room),
-        binds=_binds(room, context, max_model_len),
+        binds=binds_text(demand, cut.solution) if demand and cut.solution else _binds(room, context, max_model_len),
     )
 
 

@@ -71,14 +71,18 @@ class Room:
     num_pages: int
 
 
-def cut_pools(s: Settings, role: Role) -> Room | Problem:
-    """Cut the pools of one role, or say with the arithmetic why they cannot be cut."""
+def cut_pools(s: Settings, role: Role, num_seqs: int | None = None) -> Room | Problem:
+    """Cut the pools of one role, or say with the arithmetic why they cannot be cut.
+
+    Running requests of a lane are those that the spec states, else `num_seqs`, else as many as have the context that
+    the profile sets aside for each.
+    """
     role_spec = s.spec.role(role)
     shape = GroupShape(role_spec.nodes_per_group, role_spec.gpus_per_node, role_spec.tensor_parallel)
     units = measure(s, shape)
     if units.free < units.one_request:
         return _too_small(s, role, shape, units)
-    seqs = role_spec.max_num_seqs or _choose_seqs(s, units)
+    seqs = role_spec.max_num_seqs or num_seqs or _choose_seqs(s, units)
     slots = num_slots(seqs)
     pages = (units.free - slots * units.slot_bytes) // units.page_bytes
     if pages < units.pages_needed:

@@ -22,6 +22,7 @@ def plan_status(plan: Plan, profile: HardwareProfile) -> PlanStatus:
         kv_cache_dtype=plan.kv_cache_dtype.value,
         experts=plan.experts.value,
         transport=plan.transport.value,
+        workload=plan.workload,
         prefill=_role_status(plan.prefill),
         decode=_role_status(plan.decode),
     )

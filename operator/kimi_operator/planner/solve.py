@@ -216,9 +216,12 @@ def _shorten(budget: Budget, longest: int, num_units: int) -> str:
 def _misses(case: Case, seqs: int, limit: Limit) -> Iterator[Problem]:
     work, timing = case.workload, case.timing
     if case.role is Role.DECODE and work.running is not None and work.running > seqs * case.lanes:
+        field, got = "workload.concurrency", f"{work.running:,}"
+        if work.requests_per_second is not None:
+            rate = float(work.requests_per_second)
+            field, got = "workload.requestsPerSecond", f"{rate:g}, which needs {work.running:,} requests at once"
         expected = f"at most {seqs * case.lanes:,}: {seqs} a lane x {case.lanes} lanes, where {limit} bind"
-        remedy = f"use {ceil_div(work.running, seqs):,} lanes, or lower it"
-        yield Problem("workload.concurrency", f"{work.running:,}", expected, remedy)
+        yield Problem(field, got, expected, f"use {ceil_div(work.running, seqs):,} lanes, or lower it")
     if timing is None:
         return
     if case.role is Role.DECODE and work.tpot_s is not None:

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kimi_operator.api.deployment import Role
+from kimi_operator.api.deployment import KimiDeploymentSpec, Role
 from kimi_operator.api.profile import DType, HardwareProfile
 from kimi_operator.errors import InvalidSpec, Problem
 from kimi_operator.planner.architecture import Architecture
 from kimi_operator.planner.memory import ITEMSIZE, GroupShape
 from kimi_operator.planner.objective import Forecast
+from kimi_operator.planner.plan import Infeasible, Plan, make_plan
 from kimi_operator.planner.roofline import DecodeLoad, PrefillLoad, Setup
 from kimi_operator.planner.workload import Workload
 from kimi_operator.profiles.measurements import built_in_measurements, calibration_for, worker_engine
+
+
+def plan_on(a: Architecture, spec: KimiDeploymentSpec, profile: HardwareProfile) -> Plan | Infeasible:
+    """The plan of a deployment, with predictions where its workload has targets."""
+    return make_plan(a, spec, profile, lambda kv_dtype, workload: forecast_of(a, profile, kv_dtype, workload).timing)
 
 
 def forecast_of(a: Architecture, profile: HardwareProfile, kv_dtype: DType, workload: Workload) -> Forecast:

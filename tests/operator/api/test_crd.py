@@ -98,6 +98,16 @@ def test_rules_of_a_deployment() -> None:
     assert all(found[path] == ["self == oldSelf"] for path in frozen)
 
 
+def test_rules_of_a_workload() -> None:
+    found = rules("kd")
+    for lengths in ("prompt", "output"):
+        assert "filter(x, x).size() == 1" in found[f".spec.workload.{lengths}"][0]
+        assert found[f".spec.workload.{lengths}.uniform"] == ["self.min <= self.max"]
+        assert found[f".spec.workload.{lengths}.logNormal"] == ["self.median <= self.p95"]
+    assert "!has(self.requestsPerSecond) || !has(self.concurrency)" in found[".spec.workload"]
+    assert at("kd", ".spec.workload.prompt.empirical")["maxItems"] == 1024
+
+
 SHAPE = ("nodesPerGroup", "gpusPerNode", "tensorParallel")
 
 

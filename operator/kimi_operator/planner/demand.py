@@ -1,0 +1,109 @@
+"""What a deployment's `spec.workload` makes of its plan: running requests of each lane, and targets that are missed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from kimi_operator.api.deployment import Role
+from kimi_operator.api.profile import DType
+from kimi_operator.errors import InvalidSpec, Problem
+from kimi_operator.planner.budget import Budget, PagePool
+from kimi_operator.planner.case import Case, Limit, Solution, Timing
+from kimi_operator.planner.memory import GroupShape
+from kimi_operator.planner.pools import Room, Settings
+from kimi_operator.planner.solve import most, solve
+from kimi_operator.planner.workload import Workload, check_lengths, workload_of
+
+FIELD = "spec.workload"
+
+TimingOf = Callable[[GroupShape, Role], Timing]
+Speed = Callable[[DType, Workload], TimingOf]
+"""Times of a workload by layout and role, with cached rows of a type. Raises InvalidSpec when too little is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """A workload that the model can serve, and how fast the hardware is where that matters."""
+
+    workload: Workload
+    timing: TimingOf | None
+    warnings: tuple[str, ...] = ()
+
+
+def read_demand(s: Settings, speed: Speed | None) -> Demand | None:
+    """What the spec asks for, None when it does not say. Raises InvalidSpec for what no plan can serve.
+
+    Times are asked for only where the workload has targets; without an answer, targets are left aside with a warning.
+    """
+    if s.spec.workload is None:
+        return None
+    workload, longest = workload_of(s.spec.workload, FIELD), _longest(s)
+    if problems := check_lengths(workload, longest, FIELD):
+        raise InvalidSpec(problems)
+    workload = workload.within(longest)
+    if workload.ttft_s is None and workload.tpot_s is None:
+        return Demand(workload, None)
+    if speed is None:
+        return Demand(workload, None, (f"{FIELD}.targets are left aside: nothing predicts times here",))
+    try:
+        return Demand(workload, speed(s.kv_dtype, workload))
+    except InvalidSpec as error:
+        return Demand(workload, None, (f"{FIELD}.targets are left aside: {error}",))
+
+
+def solve_role(s: Settings, room: Room, demand: Demand) -> Solution | Problem:
+    """Running requests of a lane for the workload; at most what the user or the profile allows.
+
+    `room` is the role cut by any rule: what is spent before the pools, and the sizes of pages and slots, stay.
+    """
+    role_spec, units, size = s.spec.role(room.role), room.units, s.profile.limits.page_size_tokens
+    budget = Budget(s.profile.gpu.memory, room.lines, PagePool(size, units.page_bytes, units.slot_bytes))
+    # A request of maxModelLen must fit too, however short those of the workload are.
+    allowed = role_spec.max_num_seqs or s.profile.limits.max_num_seqs
+    most_seqs = max(1, most(lambda n: budget.num_units(n) >= units.pages_needed, 1, allowed))
+    timing = None if demand.timing is None else demand.timing(room.shape, room.role)
+    solution = solve(
+        Case(
+            workload=demand.workload,
+            role=room.role,
+            lanes=room.shape.lanes * role_spec.groups,
+            budget=budget,
+            most_seqs=most_seqs,
+            max_positions=_longest(s),
+            timing=timing,
+        )
+    )
+    if isinstance(solution, Problem) or most_seqs == allowed:
+        return solution
+    how = f"a request of maxModelLen, {_longest(s):,} tokens, must fit beside the slots of all"
+    bounds = (replace(bound, how=how) if bound.limit is Limit.LANES else bound for bound in solution.bounds)
+    return replace(solution, bounds=tuple(bounds))
+
+
+def binds_text(demand: Demand, solution: Solution) -> str:
+    """What binds under the workload, with the arithmetic."""
+    how = next(bound.how for bound in solution.bounds if bound.limit is solution.binds)
+    return f"{solution.binds} for {lengths_text(demand.workload)}: {solution.max_num_seqs} a lane; {how}"
+
+
+def lengths_text(workload: Workload) -> str:
+    """Lengths as a person would write them."""
+    return f"prompts of {workload.prompt}, answers of {workload.output}"
+
+
+def shortfalls(s: Settings, role: Role, solution: Solution) -> Iterator[str]:
+    """What of the workload these settings do not meet, and a setting of the user's that it cannot fill."""
+    for problem in solution.misses:
+        yield str(replace(problem, field=f"spec.{problem.field}"))
+    stated = s.spec.role(role).max_num_seqs
+    holds = min(bound.max_num_seqs for bound in solution.bounds if bound.limit.is_memory)
+    if stated is not None and holds < stated:
+        expected = f"at most {holds}, which memory holds of this workload at once"
+        remedy = "lower it, or the youngest requests are preempted and computed again"
+        yield str(Problem(f"spec.{role}.maxNumSeqs", str(stated), expected, remedy))
+
+
+def _longest(s: Settings) -> int:
+    longest = s.architecture.max_positions
+    return min(s.spec.model.max_model_len or longest, longest)

@@ -1,0 +1,188 @@
+"""Plans for a stated workload: maxNumSeqs by brute force, what binds, targets that are missed, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kimi_operator.api import KimiDeploymentSpec, dump, parse
+from kimi_operator.api.profile import HardwareProfile
+from kimi_operator.planner import Infeasible, Plan, make_plan, plan_status
+from kimi_operator.planner.plan import RolePlan
+from kimi_operator.planner.pools import num_slots
+from kimi_operator.profiles import architecture, built_in_profiles
+from kimi_operator.profiles.forecast import plan_on
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+SPEC = yaml.safe_load((REPOSITORY / "examples" / "mi300x-2p2d.yaml").read_text())["spec"]
+K3 = architecture("kimi-k3")
+PROFILES = built_in_profiles()
+POOLS = {"state slots", "KV pages", "free"}
+
+
+def asked(workload: dict[str, Any] | None, **changes: Any) -> KimiDeploymentSpec:
+    """The example without maxNumSeqs, under a workload; `decode__maxNumSeqs` is a path."""
+    document = copy.deepcopy(SPEC)
+    for role in ("prefill", "decode"):
+        document[role].pop("maxNumSeqs", None)
+    document["model"].pop("maxModelLen", None)
+    if workload is not None:
+        document["workload"] = {"prompt": {"fixed": 2048}, "output": {"fixed": 128}} | workload
+    for path, value in changes.items():
+        section, _, field = path.partition("__")
+        document[section][field] = value
+    return parse(KimiDeploymentSpec, document, "spec")
+
+
+def plan(workload: dict[str, Any] | None, profile: HardwareProfile = PROFILES["mi300x"], **changes: Any) -> Plan:
+    made = plan_on(K3, asked(workload, **changes), profile)
+    assert isinstance(made, Plan), str(made)
+    return made
+
+
+def refused(workload: dict[str, Any], **changes: Any) -> Infeasible:
+    made = plan_on(K3, asked(workload, **changes), PROFILES["mi300x"])
+    assert isinstance(made, Infeasible)
+    return made
+
+
+def free(role: RolePlan) -> int:
+    """Bytes of a GPU that slots and pages share."""
+    return sum(line.bytes for line in role.lines if line.label in POOLS)
+
+
+def by_brute_force(role: RolePlan, tokens: int, limit: int) -> int:
+    """Most requests of one length that fit with their slots and pages, one by one."""
+    pages, seqs = -(-tokens // role.page_size_tokens), 0
+    while seqs < limit:
+        need = num_slots(seqs + 1) * role.slot_bytes + (seqs + 1) * pages * role.page_bytes
+        if need > free(role):
+            break
+        seqs += 1
+    return seqs
+
+
+@settings(max_examples=25, deadline=None)
+@given(prompt=st.integers(1, 200_000), output=st.integers(1, 50_000))
+def test_a_lane_runs_what_slots_and_pages_hold_of_one_length(prompt: int, output: int) -> None:
+    made = plan({"prompt": {"fixed": prompt}, "output": {"fixed": output}})
+    limit = PROFILES["mi300x"].spec.limits.max_num_seqs
+    assert made.prefill.max_num_seqs == by_brute_force(made.prefill, prompt, limit)
+    assert made.decode.max_num_seqs == by_brute_force(made.decode, prompt + output, limit)
+    assert made.warnings == ()
+
+
+def test_without_a_workload_the_profiles_context_decides_as_before() -> None:
+    made, before = plan(None), make_plan(K3, asked(None), PROFILES["mi300x"])
+    assert made == before
+    assert isinstance(before, Plan)
+    assert before.decode.binds.startswith("maxNumSeqs (")
+
+
+def test_long_requests_run_fewer_and_leave_pages_where_slots_were() -> None:
+    short, long = plan({}), plan({"prompt": {"fixed": 100_000}})
+    assert long.decode.max_num_seqs < short.decode.max_num_seqs
+    assert long.decode.num_pages > short.decode.num_pages
+    assert long.decode.binds.startswith("pages for prompts of 100,000 tokens, answers of 128 tokens: ")
+
+
+def test_no_more_slots_than_are_asked_for() -> None:
+    made = plan({"concurrency": 16})
+    assert (made.decode.lanes, made.decode.max_num_seqs) == (8, 2)
+    assert made.decode.binds.startswith("workload for prompts of ")
+    assert made.decode.num_pages > plan({}).decode.num_pages
+    rate = {"requestsPerSecond": 2, "targets": {"tpotSeconds": 0.5}}
+    assert plan(rate).decode.max_num_seqs == 16  # 2/s x 128 tokens x 0.5 s = 128 over 8 lanes
+    (warning,) = plan(rate | {"requestsPerSecond": 500}).warnings
+    assert warning.startswith("spec.workload.requestsPerSecond: got 500, which needs 32,000 requests at once, expected")
+
+
+def test_what_a_role_states_wins_and_is_said_to_be_too_much() -> None:
+    made = plan({"prompt": {"fixed": 100_000}}, decode__maxNumSeqs=24)
+    assert made.decode.max_num_seqs == 24
+    (warning,) = made.warnings
+    holds = by_brute_force(made.decode, 100_128, 24)
+    assert warning.startswith(f"spec.decode.maxNumSeqs: got 24, expected at most {holds}, which memory holds of this")
+    assert plan({"prompt": {"fixed": 100_000}}, decode__maxNumSeqs=1).warnings == ()
+
+
+def test_a_demand_that_does_not_fit_is_planned_with_a_warning() -> None:
+    made = plan({"concurrency": 100_000})
+    (warning,) = made.warnings
+    assert warning.startswith("spec.workload.concurrency: got 100,000, expected at most ")
+    assert "lanes" in warning
+
+
+def test_status_shows_what_was_planned_for() -> None:
+    made = plan({})
+    status = plan_status(made, PROFILES["mi300x"])
+    assert status.workload == "prompts of 2,048 tokens, answers of 128 tokens"
+    assert status.decode.binds == made.decode.binds
+    assert plan_status(plan(None), PROFILES["mi300x"]).workload == ""
+
+
+# targets
+
+
+def test_a_target_leaves_as_many_as_meet_it() -> None:
+    profile = PROFILES["mi325x"]
+    free_plan = plan({}, profile)
+    tight, work = plan({"targets": {"tpotSeconds": 0.1}}, profile), asked({}).workload
+    assert work is not None
+    assert 1 < tight.decode.max_num_seqs < free_plan.decode.max_num_seqs
+    assert tight.decode.binds.startswith("target TPOT for prompts of 2,048 tokens")
+    assert tight.prefill == free_plan.prefill
+
+
+def test_a_target_that_nothing_meets_is_a_warning() -> None:
+    made = plan({"targets": {"tpotSeconds": 0.001, "ttftSeconds": 0.001}})
+    assert made.decode.max_num_seqs == 1
+    fields = [warning.partition(":")[0] for warning in made.warnings]
+    assert fields == ["spec.workload.targets.ttftSeconds", "spec.workload.targets.tpotSeconds"]
+
+
+def test_a_profiles_own_calibration_changes_what_a_target_allows() -> None:
+    document = dump(PROFILES["mi325x"])
+    document["spec"]["calibration"] = {"decodeFactor": 4.0, "decodeBandPercent": 5.0, "measuredOn": "a slow cluster"}
+    slow, targets = parse(HardwareProfile, document), {"targets": {"tpotSeconds": 0.2}}
+    assert plan(targets, slow).decode.max_num_seqs < plan(targets, PROFILES["mi325x"]).decode.max_num_seqs
+
+
+def test_targets_without_predictions_are_left_aside_and_it_says_so() -> None:
+    targets = {"targets": {"tpotSeconds": 0.001}}
+    alone = make_plan(K3, asked(targets), PROFILES["mi300x"])
+    assert isinstance(alone, Plan)
+    assert alone.warnings == ("spec.workload.targets are left aside: nothing predicts times here",)
+    (warning,) = plan(targets, PROFILES["mi308x"]).warnings
+    assert "left aside: HardwareProfile mi308x: spec.gpu.bf16FlopsPerSecond: got nothing" in warning
+    assert alone.decode.max_num_seqs == plan({}).decode.max_num_seqs
+
+
+# what is refused
+
+
+@pytest.mark.parametrize(
+    ("workload", "changes", "said"),
+    [
+        ({"prompt": {}}, {}, "spec.workload.prompt: got nothing, expected exactly one of fixed, uniform"),
+        ({"prompt": {"uniform": {"min": 9, "max": 3}}}, {}, "spec.workload.prompt.uniform.min: got 9"),
+        ({"prompt": {"fixed": 1_048_576}}, {}, "spec.workload.prompt: got 1,048,576 tokens, expected less than"),
+        ({"output": {"fixed": 3000}}, {"model__maxModelLen": 4096}, "5,048 together, expected at most 4,096 tokens"),
+        ({"requestsPerSecond": 2.0}, {}, "spec.workload.targets.tpotSeconds: got nothing, expected a value"),
+        ({"prompt": {"fixed": 1_000_000}}, {}, "longest request: got a request of 1,000,000 tokens"),
+    ],
+)
+def test_what_no_plan_serves_is_named(workload: dict[str, Any], changes: dict[str, Any], said: str) -> None:
+    assert said in str(refused(workload, **changes))
+
+
+def test_a_longest_request_of_the_deployment_fits_beside_the_slots() -> None:
+    made = plan({"prompt": {"fixed": 100}}, model__maxModelLen=400_000)
+    assert made.decode.num_pages * made.decode.page_size_tokens >= 400_000
+    assert made.decode.max_num_seqs < plan({"prompt": {"fixed": 100}}).decode.max_num_seqs
+    assert "a request of maxModelLen, 400,000 tokens, must fit beside the slots of all" in made.decode.binds
