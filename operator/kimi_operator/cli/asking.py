@@ -10,16 +10,14 @@ from typing import Any
 from kimi_operator.api.base import dump, parse
 from kimi_operator.api.deployment import KimiDeployment, Role
 from kimi_operator.api.profile import HardwareProfile
-from kimi_operator.cli.flags import (
+from kimi_operator.cli.flag_documents import (
     DEPLOYMENT_FLAGS,
-    DeploymentFlags,
-    WorkloadFlags,
     deployment_document,
     named_by_flag,
     read_by_flag,
-    refuse,
     workload_document,
 )
+from kimi_operator.cli.flags import DeploymentFlags, WorkloadFlags, refuse
 from kimi_operator.cli.manifests import Planned, deployment_of, plan_deployment, profiles_of, read_documents
 from kimi_operator.cli.outlook import Outlook, assumed_workload, look_ahead
 from kimi_operator.errors import Problem

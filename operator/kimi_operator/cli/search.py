@@ -14,14 +14,8 @@ from kimi_operator.api.profile import Device, DType, HardwareProfile
 from kimi_operator.cli.asking import chip_of
 from kimi_operator.cli.document import dumped
 from kimi_operator.cli.figures import number
-from kimi_operator.cli.flags import (
-    DEPLOYMENT_FLAGS,
-    DeploymentFlags,
-    WorkloadFlags,
-    read_by_flag,
-    refuse,
-    workload_document,
-)
+from kimi_operator.cli.flag_documents import DEPLOYMENT_FLAGS, read_by_flag, workload_document
+from kimi_operator.cli.flags import DeploymentFlags, WorkloadFlags, refuse
 from kimi_operator.cli.manifests import deployment_of, profiles_of, read_documents
 from kimi_operator.cli.outlook import assumed_lengths
 from kimi_operator.cli.text import refusal_text

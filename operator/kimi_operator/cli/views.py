@@ -23,7 +23,8 @@ from kimi_operator.cli.cost import Cost, cost_figures, cost_of
 from kimi_operator.cli.document import dumped, plan_document, refusal_document
 from kimi_operator.cli.explain import explanation, find_figures
 from kimi_operator.cli.figures import Figure, figures
-from kimi_operator.cli.flags import DEPLOYMENT_FLAGS, DeploymentFlags, View, WorkloadFlags, workload_document
+from kimi_operator.cli.flag_documents import DEPLOYMENT_FLAGS, workload_document
+from kimi_operator.cli.flags import DeploymentFlags, View, WorkloadFlags
 from kimi_operator.cli.manifests import Planned, deployment_of, plan_deployment, profiles_of, read_documents
 from kimi_operator.cli.outlook import Outlook
 from kimi_operator.cli.text import plan_text, refusal_text

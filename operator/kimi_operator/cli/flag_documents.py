@@ -1,0 +1,169 @@
+"""Flags of `kimictl plan` as the documents that they stand for, which are then read like files; errors by flag."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Container, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from kimi_operator.api.base import API_VERSION
+from kimi_operator.cli.flags import DeploymentFlags, WorkloadFlags, refuse
+from kimi_operator.cli.manifests import read_documents
+from kimi_operator.errors import InvalidSpec, Problem
+
+CHECKPOINT_PATH = "/models/checkpoint"
+"""Where a deployment that was made of flags has its checkpoint; a plan does not look at it."""
+
+FLAG_OF_FIELD = {
+    "spec.hardware.profile": "--chip",
+    "spec.model.architecture": "--architecture",
+    "spec.model.maxModelLen": "--max-model-len",
+    "spec.precision.kvCache": "--kv-cache",
+    **{f"spec.{role}.nodesPerGroup": "--nodes-per-group" for role in ("prefill", "decode")},
+    **{f"spec.{role}.gpusPerNode": "--gpus-per-node" for role in ("prefill", "decode")},
+    **{f"spec.{role}.tensorParallel": "--tensor-parallel" for role in ("prefill", "decode")},
+    **{f"spec.{role}.maxNumSeqs": "--max-num-seqs" for role in ("prefill", "decode")},
+    **{f"spec.{role}.groups": f"--{role}-groups" for role in ("prefill", "decode")},
+    "nodes": "--search",
+    "workload.prompt": "--prompt-tokens",
+    "workload.output": "--output-tokens",
+    "workload.reuse": "--reuse",
+    "workload.concurrency": "--concurrency",
+    "workload.requestsPerSecond": "--requests-per-second",
+    "workload.targets.tpotSeconds": "--target-tpot",
+    "workload.targets.ttftSeconds": "--target-ttft",
+}
+
+
+DEPLOYMENT_FLAGS = frozenset(flag for field, flag in FLAG_OF_FIELD.items() if field.startswith("spec."))
+
+
+def named_by_flag(problems: tuple[Problem, ...], flags: Container[str]) -> tuple[Problem, ...]:
+    """The same problems with one of `flags` for its field; what both roles have in common once."""
+    named = (replace(problem, field=_flag(problem.field, flags)) for problem in problems)
+    return tuple(dict.fromkeys(named))
+
+
+def _flag(field: str, flags: Container[str]) -> str:
+    for path, flag in FLAG_OF_FIELD.items():
+        if flag in flags and (field == path or field.startswith(f"{path}.")):
+            return flag
+    return field
+
+
+_T = TypeVar("_T")
+
+
+def read_by_flag(flags: Container[str], read: Callable[[], _T]) -> _T:
+    """What `read` gives; its InvalidSpec names these flags instead of fields."""
+    try:
+        return read()
+    except InvalidSpec as error:
+        raise InvalidSpec(named_by_flag(error.problems, flags)) from error
+
+
+def deployment_document(flags: DeploymentFlags, gpus_per_node: int) -> dict[str, Any]:
+    """The manifest that the flags stand for; `gpus_per_node` are those of the chip. Raises InvalidSpec."""
+    groups = {"prefill": _stated(flags.prefill_groups, 1), "decode": _stated(flags.decode_groups, 1)}
+    shape = {
+        "nodesPerGroup": _nodes_per_group(flags, sum(groups.values())),
+        "gpusPerNode": _stated(flags.gpus_per_node, gpus_per_node),
+        "tensorParallel": _stated(flags.tensor_parallel, 2),
+        "maxNumSeqs": flags.max_num_seqs,
+    }
+    model = {
+        "architecture": _stated(flags.architecture, "kimi-k3"),
+        "checkpoint": {"hostPath": {"path": CHECKPOINT_PATH}},
+        "maxModelLen": flags.max_model_len,
+    }
+    return {
+        "apiVersion": API_VERSION,
+        "kind": "KimiDeployment",
+        "metadata": {"name": "planned"},
+        "spec": {
+            "model": _without_none(model),
+            "hardware": {"profile": flags.chip},
+            "precision": {"kvCache": _stated(flags.kv_cache, "Auto")},
+            **{role: _without_none({"groups": number, **shape}) for role, number in groups.items()},
+        },
+    }
+
+
+def _nodes_per_group(flags: DeploymentFlags, num_groups: int) -> int:
+    """Raises InvalidSpec when --nodes cannot be spread evenly over the groups, or says otherwise than the others."""
+    if flags.nodes is None:
+        return _stated(flags.nodes_per_group, 2)
+    each, rest = divmod(flags.nodes, max(1, num_groups))
+    if flags.nodes_per_group is not None and flags.nodes != flags.nodes_per_group * num_groups:
+        expected = f"{num_groups} groups x {flags.nodes_per_group} nodes = {flags.nodes_per_group * num_groups}"
+        raise refuse("--nodes", str(flags.nodes), expected, "leave one of --nodes and --nodes-per-group out")
+    if each < 1 or rest:
+        expected = f"a multiple of {num_groups}, the prefill and decode groups together; at least one node each"
+        remedy = "change it, --prefill-groups or --decode-groups, or let --search choose"
+        raise refuse("--nodes", str(flags.nodes), expected, remedy)
+    return each
+
+
+def workload_document(flags: WorkloadFlags) -> dict[str, Any]:
+    """The workload of --workload and of the flags, in the form of the file. Empty without any. Raises InvalidSpec."""
+    document: dict[str, Any] = {} if flags.workload is None else dict(_file(flags.workload))
+    targets = document.get("targets", {})
+    times = {
+        "tpotSeconds": _seconds("--target-tpot", flags.target_tpot),
+        "ttftSeconds": _seconds("--target-ttft", flags.target_ttft),
+    }
+    stated = {
+        "prompt": _lengths("--prompt-tokens", flags.prompt_tokens),
+        "output": _lengths("--output-tokens", flags.output_tokens),
+        "reuse": flags.reuse,
+        "concurrency": flags.concurrency,
+        "requestsPerSecond": flags.requests_per_second,
+    }
+    document |= _without_none(stated)
+    if given := _without_none(times):
+        document["targets"] = {**targets, **given} if isinstance(targets, Mapping) else given
+    return document
+
+
+def _file(file: Path) -> Mapping[str, Any]:
+    found = [document for _, document in read_documents([file])]
+    # a profile beside the file is none of its documents
+    found = [document for document in found if document.get("kind") != "HardwareProfile"]
+    if len(found) != 1:
+        raise refuse(f"--workload {file}", f"{len(found)} documents", "one, with prompt and output", "mend the file")
+    return found[0]
+
+
+_RANGE = re.compile(r"([0-9][0-9_,]*)(?:-([0-9][0-9_,]*))?")
+_TIME = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(ms|s)")
+
+
+def _lengths(flag: str, text: str | None) -> int | dict[str, Any] | None:
+    if text is None:
+        return None
+    match = _RANGE.fullmatch(text)
+    if match is None:
+        raise refuse(
+            flag, repr(text), "a number of tokens, or MIN-MAX", "write 4096 or 1000-8000; others in --workload"
+        )
+    least, most = (None if part is None else int(re.sub("[_,]", "", part)) for part in match.groups())
+    return least if most is None else {"uniform": {"min": least, "max": most}}
+
+
+def _seconds(flag: str, text: str | None) -> float | None:
+    if text is None:
+        return None
+    match = _TIME.fullmatch(text)
+    if match is None:
+        raise refuse(flag, repr(text), "a time with its unit", "write 60ms or 0.06s")
+    return float(match[1]) / (1000 if match[2] == "ms" else 1)
+
+
+def _stated(value: _T | None, otherwise: _T) -> _T:
+    return otherwise if value is None else value
+
+
+def _without_none(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
