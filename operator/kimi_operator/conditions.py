@@ -213,7 +213,9 @@ def _plan_resolved(look: Look) -> Finding:
             "(NetworkPolicy?); its log names the pod and the error"
         )
         return Finding("True", Reason.POOLS_UNREAD, message)
-    return Finding("True", Reason.PLAN_FITS, look.plan.decode.binds if look.plan else "")
+    if look.plan is None:
+        return Finding("True", Reason.PLAN_FITS)
+    return Finding("True", Reason.PLAN_FITS, "; ".join([look.plan.decode.binds, *look.plan.warnings]))
 
 
 def _unread(look: Look, *roles: Role) -> str:

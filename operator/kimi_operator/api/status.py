@@ -152,6 +152,7 @@ class PlanStatus(StatusModel):
     experts: ShortText = Field(description="How routed experts lie in memory.")
     transport: ShortText = Field(description="Library of the handoff.")
     workload: Text = Field(default="", description="Lengths that were planned for; empty where none are stated.")
+    warnings: tuple[Text, ...] = Field(default=(), max_length=16, description="What to know beside the plan.")
     prefill: RolePlanStatus = Field(description="Plan of the prefill role.")
     decode: RolePlanStatus = Field(description="Plan of the decode role.")
 

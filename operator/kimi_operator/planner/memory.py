@@ -57,6 +57,8 @@ class MemoryLine:
     how: str
     """Arithmetic or source, in words."""
     is_weights: bool = False
+    stays_free: bool = False
+    """Nothing of the bundled worker lies there while it runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +134,7 @@ class _Reserve:
     when_zero: str
     unused: str = ""
     """What the bundled worker does not do yet, though memory is kept for it."""
+    stays_free: bool = False
 
     def line(self, profile: HardwareProfileSpec) -> MemoryLine:
         amount: int = getattr(profile.reserve, self.field)
@@ -140,7 +143,9 @@ class _Reserve:
             how = profile.source(path)
         else:
             how = "the profile gives no source: take it as not measured" if amount else self.when_zero
-        return MemoryLine(self.label, amount, f"{how}; {self.unused}" if amount and self.unused else how)
+        stays_free = self.stays_free or bool(self.unused)
+        text = f"{how}; {self.unused}" if amount and self.unused else how
+        return MemoryLine(self.label, amount, text, stays_free=stays_free)
 
 
 _RESERVES = (
@@ -156,7 +161,7 @@ _RESERVES = (
         "graphs", "captured graphs", "no graphs are captured", unused="kept free: the bundled worker captures none"
     ),
     _Reserve("staging", "handoff staging", "none: a handoff writes from pages and slots straight into pages and slots"),
-    _Reserve("margin", "reserve", "nothing is left free on purpose"),
+    _Reserve("margin", "reserve", "nothing is left free on purpose", stays_free=True),
 )
 
 

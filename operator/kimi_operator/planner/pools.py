@@ -183,5 +183,5 @@ def pool_lines(s: Settings, room: Room) -> tuple[MemoryLine, ...]:
             pages,
             f"{room.num_pages:,} pages x {s.profile.limits.page_size_tokens} tokens x {row:,} B ({s.kv_dtype})",
         ),
-        MemoryLine("free", room.units.free - slots - pages, "less than one page"),
+        MemoryLine("free", room.units.free - slots - pages, "less than one page", stays_free=True),
     )

@@ -19,10 +19,12 @@ def plan_status(plan: Plan, profile: HardwareProfile) -> PlanStatus:
         profile=plan.profile,
         profile_version=profile_version(profile),
         gpus=plan.gpus,
+        gpu_memory_bytes=profile.spec.gpu.memory,
         kv_cache_dtype=plan.kv_cache_dtype.value,
         experts=plan.experts.value,
-        transport=plan.transport.value,
         workload=plan.workload,
+        transport=plan.transport.value,
+        warnings=tuple(warning[:1024] for warning in plan.warnings),
         prefill=_role_status(plan.prefill),
         decode=_role_status(plan.decode),
     )
@@ -39,6 +41,11 @@ def weights_bytes(role: RolePlan) -> int:
     return sum(line.bytes for line in role.lines if line.is_weights)
 
 
+def free_bytes(role: RolePlan) -> int:
+    """What is to stay free on a GPU while the bundled worker runs, to compare with what one reports."""
+    return sum(line.bytes for line in role.lines if line.stays_free)
+
+
 def _role_status(role: RolePlan) -> RolePlanStatus:
     pool = role.num_pages * role.page_bytes + role.num_state_slots * role.slot_bytes
     return RolePlanStatus(
@@ -51,6 +58,8 @@ def _role_status(role: RolePlan) -> RolePlanStatus:
         num_pages=role.num_pages,
         page_size_tokens=role.page_size_tokens,
         num_state_slots=role.num_state_slots,
+        weights_bytes=weights_bytes(role),
+        free_bytes=free_bytes(role),
         kv_pool=bytes_text(pool),
         binds=role.binds,
         lines=tuple(MemoryLineStatus(label=line.label, bytes=line.bytes, how=line.how) for line in role.lines),

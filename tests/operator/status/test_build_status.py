@@ -319,6 +319,14 @@ def test_measured_memory_is_held_against_the_plan(weights: float, free: float | 
     assert found["Ready"][0] == "True"
 
 
+def test_what_a_plan_warns_of_stands_beside_what_binds() -> None:
+    plan = PLAN.model_copy(update={"warnings": ("nobody ran it there",)})
+    pools = MeasuredPools(num_pages=1000, num_state_slots=34, max_num_seqs=32, weights_bytes=1)
+    a_look = look(plan=plan, measured={PREFILL: pools, DECODE: pools})
+    assert conditions(a_look)["PlanResolved"] == ("True", "PlanFits", "maxNumSeqs binds; nobody ran it there")
+    assert build_status(a_look)["plan"]["warnings"] == ["nobody ran it there"]
+
+
 def test_nodes_of_another_chip_are_told_first() -> None:
     pools = MeasuredPools(num_pages=900, num_state_slots=34, max_num_seqs=32, weights_bytes=0)
     found = conditions(look(foreign_hardware="node n is another", measured={PREFILL: pools, DECODE: pools}))
