@@ -23,7 +23,8 @@ from kimi_operator.cli.outlook import Outlook, assumed_workload, look_ahead
 from kimi_operator.errors import Problem
 from kimi_operator.planner import Infeasible, Plan
 from kimi_operator.planner.case import Solution
-from kimi_operator.planner.workload import Workload, read_workload
+from kimi_operator.planner.demand import FIELD
+from kimi_operator.planner.workload import Workload, read_workload, workload_of
 
 WorkloadDocument = Mapping[str, Any]
 
@@ -92,9 +93,9 @@ def make_plan(asked: Asked) -> Planned:
 
 def outlook_of(planned: Planned, asked: Asked) -> Outlook:
     """The outlook under the workload, whose lengths are assumed where nobody stated them. Raises InvalidSpec."""
-    document = asked.workload
+    document, spec = asked.workload, planned.deployment.spec.workload
     if not document:
-        return look_ahead(planned, None)
+        return look_ahead(planned, None if spec is None else workload_of(spec, FIELD))
     has_lengths = "prompt" in document or "output" in document
     stated = read_by_flag(asked.flags, lambda: _workload(planned, document, has_lengths=has_lengths))
     return read_by_flag(asked.flags, lambda: look_ahead(planned, stated, is_assumed=not has_lengths))

@@ -1,0 +1,76 @@
+"""A deployment that states its workload: what `plan` and `render` make of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+MANIFEST = Path(__file__).resolve().parents[3] / "examples" / "mi300x-2p2d.yaml"
+WORKLOAD = {"prompt": {"fixed": 4096}, "output": {"fixed": 512}, "concurrency": 32}
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def manifest(tmp_path: Path) -> Callable[..., Path]:
+    """The example without maxNumSeqs, under a workload."""
+
+    def write(**changes: Any) -> Path:
+        document = yaml.safe_load(MANIFEST.read_text())
+        for role in ("prefill", "decode"):
+            document["spec"][role].pop("maxNumSeqs", None)
+        document["spec"]["workload"] = WORKLOAD | changes
+        file = tmp_path / "k3.yaml"
+        file.write_text(yaml.safe_dump(document))
+        return file
+
+    return write
+
+
+def test_the_stated_workload_is_planned_for_and_predicted(run: Run, manifest: Callable[..., Path]) -> None:
+    status, out, err = run("plan", "-f", manifest(), "-o", "json")
+    assert status == 0, err
+    document = json.loads(out)
+    assert document["decode"]["max_num_seqs"] == 4  # 32 over 8 lanes
+    assert (document["workload"]["assumed"], document["workload"]["prompt"]) == (False, "4,096 tokens")
+    assert document["speed"]["running"] == 32
+
+
+def test_flags_ask_about_another_workload_of_the_same_plan(run: Run, manifest: Callable[..., Path]) -> None:
+    _, out, _ = run("plan", "-f", manifest(), "--prompt-tokens", 100, "--output-tokens", 10, "-o", "json")
+    document = json.loads(out)
+    assert document["decode"]["max_num_seqs"] == 4
+    assert document["workload"]["prompt"] == "100 tokens"
+
+
+def test_what_the_workload_misses_is_told_and_decides_the_exit_status(run: Run, manifest: Callable[..., Path]) -> None:
+    status, out, _ = run("plan", "-f", manifest(targets={"tpotSeconds": 0.001}))
+    assert status == 1
+    assert "warning: spec.workload.targets.tpotSeconds: got 0.001, expected at least 0.0" in out
+
+
+def test_the_pods_get_what_was_solved(run: Run, manifest: Callable[..., Path]) -> None:
+    status, out, err = run("render", "-f", manifest())
+    assert status == 0, err
+    settings = [
+        json.loads(document["data"]["worker.json"])
+        for document in yaml.safe_load_all(out)
+        if document["kind"] == "ConfigMap" and "worker.json" in document["data"]
+    ]
+    limits = {each["role"]: each["limits"] for each in settings}
+    assert limits["decode"]["max_num_seqs"] == 4
+    assert limits["decode"]["num_state_slots"] == 5
+    assert limits["prefill"]["max_num_seqs"] > 4
+
+
+def test_a_workload_that_contradicts_itself_is_refused(run: Run, manifest: Callable[..., Path]) -> None:
+    status, out, _ = run("plan", "-f", manifest(prompt={"uniform": {"min": 9, "max": 3}}))
+    assert status == 1
+    assert "spec.workload.prompt.uniform.min" in out
+    status, _, err = run("plan", "-f", manifest(prompt=5))
+    assert status == 2
+    assert "spec.workload.prompt: got 5" in err
