@@ -24,7 +24,7 @@ def plan_status(plan: Plan, profile: HardwareProfile) -> PlanStatus:
         experts=plan.experts.value,
         workload=plan.workload,
         transport=plan.transport.value,
-        warnings=tuple(warning[:1024] for warning in plan.warnings),
+        warnings=tuple(warning[:1024] for warning in plan.warnings[:16]),
         prefill=_role_status(plan.prefill),
         decode=_role_status(plan.decode),
     )
