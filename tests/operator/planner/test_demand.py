@@ -186,3 +186,54 @@ def test_a_longest_request_of_the_deployment_fits_beside_the_slots() -> None:
     assert made.decode.num_pages * made.decode.page_size_tokens >= 400_000
     assert made.decode.max_num_seqs < plan({"prompt": {"fixed": 100}}).decode.max_num_seqs
     assert "a request of maxModelLen, 400,000 tokens, must fit beside the slots of all" in made.decode.binds
+
+
+# whatever is asked for
+
+TOKENS = st.one_of(st.integers(1, 4000), st.integers(1, 100_000), st.sampled_from([1, 64, 1_048_576, 16_777_216]))
+LENGTHS = st.one_of(
+    TOKENS.map(lambda n: {"fixed": n}),
+    st.tuples(TOKENS, TOKENS).map(lambda two: {"uniform": {"min": min(two), "max": max(two)}}),
+    st.tuples(TOKENS, TOKENS).map(lambda two: {"logNormal": {"median": min(two), "p95": max(two)}}),
+    st.lists(TOKENS, min_size=1, max_size=40).map(lambda many: {"empirical": many}),
+)
+SECONDS = st.floats(1e-6, 3600)
+WORKLOADS = st.fixed_dictionaries(
+    {"prompt": LENGTHS, "output": LENGTHS},
+    optional={
+        "reuse": st.floats(0, 0.999),
+        "targets": st.fixed_dictionaries({}, optional={"ttftSeconds": SECONDS, "tpotSeconds": SECONDS}),
+        "concurrency": st.integers(1, 1_000_000),
+        "requestsPerSecond": st.floats(1e-6, 1e6),
+    },
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(WORKLOADS, st.sampled_from(sorted(PROFILES)), st.sampled_from([None, 4096, 131_072]))
+def test_every_workload_gets_a_plan_that_adds_up_or_a_reason(
+    workload: dict[str, Any], name: str, longest: int | None
+) -> None:
+    changes = {} if longest is None else {"model__maxModelLen": longest}
+    made = plan_on(K3, asked(workload, **changes), PROFILES[name])
+    if isinstance(made, Infeasible):
+        assert all(each.field and each.got and each.expected and each.remedy for each in made.problems)
+        return
+    for role in (made.prefill, made.decode):
+        assert sum(line.bytes for line in role.lines) == PROFILES[name].spec.gpu.memory
+        assert all(line.bytes >= 0 for line in role.lines)
+        assert 1 <= role.max_num_seqs <= PROFILES[name].spec.limits.max_num_seqs
+        assert role.num_state_slots == num_slots(role.max_num_seqs)
+        assert len(role.binds) <= 1024
+    assert all(made.warnings)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 400_000), st.integers(0, 100_000), st.integers(1, 500), st.integers(0, 500))
+def test_longer_requests_never_run_more_and_more_load_never_fewer(
+    prompt: int, longer: int, concurrency: int, more: int
+) -> None:
+    def seqs(tokens: int, load: int) -> int:
+        return plan({"prompt": {"fixed": tokens}, "concurrency": load}).decode.max_num_seqs
+
+    assert seqs(prompt + longer, concurrency) <= seqs(prompt, concurrency) <= seqs(prompt, concurrency + more)
