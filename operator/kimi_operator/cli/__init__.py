@@ -21,6 +21,9 @@ PLUGIN = "kubectl-kimi"
 FITS, DOES_NOT_FIT, BAD_INPUT = 0, 1, 2
 HELP = """Plan, render and check Kimi deployments.
 
+`plan`: what a deployment would run with, how fast, and the arithmetic behind it. `render`: the manifests that the
+operator would apply. `needle`: recall of hidden facts by a running service. `profile`: hardware profiles.
+
 Exit status: 0 it fits, or the check is passed; 1 it does not fit, misses a target, or the service did not pass;
 2 bad input, named with its value and what to do.
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kimi_operator.api.base import dump, parse
-from kimi_operator.api.deployment import KimiDeployment, Role
+from kimi_operator.api.deployment import KimiDeployment
 from kimi_operator.api.profile import HardwareProfile
 from kimi_operator.cli.flag_documents import (
     DEPLOYMENT_FLAGS,
@@ -20,13 +20,14 @@ from kimi_operator.cli.flag_documents import (
 from kimi_operator.cli.flags import DeploymentFlags, WorkloadFlags, refuse
 from kimi_operator.cli.manifests import Planned, deployment_of, plan_deployment, profiles_of, read_documents
 from kimi_operator.cli.outlook import Outlook, assumed_workload, look_ahead
-from kimi_operator.errors import Problem
-from kimi_operator.planner import Infeasible, Plan
-from kimi_operator.planner.case import Solution
+from kimi_operator.errors import InvalidSpec, Problem
+from kimi_operator.planner import Plan
 from kimi_operator.planner.demand import FIELD
-from kimi_operator.planner.workload import Workload, read_workload, workload_of
+from kimi_operator.planner.workload import Workload, check_lengths, read_workload, workload_of
+from kimi_operator.profiles import architecture
 
 WorkloadDocument = Mapping[str, Any]
+LENGTHS = ("prompt", "output")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,18 +78,29 @@ def chip_of(flags: DeploymentFlags, profiles: Mapping[str, HardwareProfile]) -> 
 
 
 def make_plan(asked: Asked) -> Planned:
-    """Plan; from flags without --max-num-seqs, with as many running requests as the workload needs and memory holds."""
-    planned = read_by_flag(asked.flags, lambda: plan_deployment(asked.deployment, asked.profiles))
-    if not asked.is_from_flags or not asked.workload or isinstance(planned.plan, Infeasible):
-        return planned
-    outlook = outlook_of(planned, asked)
-    spec = dump(planned.deployment)
-    for role in Role:
-        best = outlook.role(role).best
-        if isinstance(best, Solution):
-            spec["spec"][role].setdefault("maxNumSeqs", best.max_num_seqs)
-    settled = plan_deployment(parse(KimiDeployment, spec), asked.profiles)
-    return planned if isinstance(settled.plan, Infeasible) else settled
+    """Plan; from flags for the workload that they state. Raises InvalidSpec for lengths beyond the model."""
+    return read_by_flag(asked.flags, lambda: plan_deployment(_with_workload(asked), asked.profiles))
+
+
+def _with_workload(asked: Asked) -> KimiDeployment:
+    """The deployment, with the workload in its spec where both are of flags: so it can be applied as it is planned."""
+    if not asked.is_from_flags or not _has_lengths(asked.workload):
+        return asked.deployment
+    model = architecture(asked.deployment.spec.model.architecture)
+    if problems := check_lengths(read_workload(asked.workload), model.max_positions):
+        raise InvalidSpec(problems)
+    document = dump(asked.deployment)
+    document["spec"]["workload"] = {name: _as_in_a_spec(name, value) for name, value in asked.workload.items()}
+    return parse(KimiDeployment, document)
+
+
+def _as_in_a_spec(name: str, value: object) -> object:
+    """A number of tokens as the API wants it."""
+    return {"fixed": value} if name in LENGTHS and isinstance(value, int) else value
+
+
+def _has_lengths(workload: WorkloadDocument) -> bool:
+    return any(name in workload for name in LENGTHS)
 
 
 def outlook_of(planned: Planned, asked: Asked) -> Outlook:
@@ -96,16 +108,24 @@ def outlook_of(planned: Planned, asked: Asked) -> Outlook:
     document, spec = asked.workload, planned.deployment.spec.workload
     if not document:
         return look_ahead(planned, None if spec is None else workload_of(spec, FIELD))
-    has_lengths = "prompt" in document or "output" in document
-    stated = read_by_flag(asked.flags, lambda: _workload(planned, document, has_lengths=has_lengths))
-    return read_by_flag(asked.flags, lambda: look_ahead(planned, stated, is_assumed=not has_lengths))
+    stated = read_by_flag(asked.flags, lambda: _workload(planned, document))
+    is_assumed = not _has_lengths(document)
+    outlook = read_by_flag(asked.flags, lambda: look_ahead(planned, stated, is_assumed=is_assumed))
+    return _without_repeats(outlook) if asked.is_from_flags else outlook
 
 
-def _workload(planned: Planned, document: WorkloadDocument, *, has_lengths: bool) -> Workload:
+def _workload(planned: Planned, document: WorkloadDocument) -> Workload:
     """The workload of a document. Without any lengths those that are assumed take their place."""
-    if has_lengths:
+    if _has_lengths(document):
         return read_workload(document)
     assert isinstance(planned.plan, Plan), "what does not fit has no workload"
     assumed = assumed_workload(planned, planned.plan)
-    demand = read_workload({**document, "prompt": 1, "output": 1})
+    demand = read_workload({**document, **dict.fromkeys(LENGTHS, 1)})
     return replace(demand, prompt=assumed.prompt, output=assumed.output)
+
+
+def _without_repeats(outlook: Outlook) -> Outlook:
+    """The plan warns of what the workload in its spec misses; the outlook says it by the flags' names."""
+    said = {str(replace(problem, field=f"spec.{problem.field}")) for problem in outlook.misses}
+    warnings = tuple(warning for warning in outlook.plan.warnings if warning not in said)
+    return replace(outlook, plan=replace(outlook.plan, warnings=warnings))

@@ -47,8 +47,10 @@ def named_by_flag(problems: tuple[Problem, ...], flags: Container[str]) -> tuple
 
 
 def _flag(field: str, flags: Container[str]) -> str:
+    # the workload stands in a file of its own, or in the spec
+    name = field.removeprefix("spec.") if field.startswith("spec.workload.") else field
     for path, flag in FLAG_OF_FIELD.items():
-        if flag in flags and (field == path or field.startswith(f"{path}.")):
+        if flag in flags and (name == path or name.startswith(f"{path}.")):
             return flag
     return field
 

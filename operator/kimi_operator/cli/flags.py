@@ -63,7 +63,8 @@ class View:
         ),
     ] = None
     compare: Annotated[
-        tuple[Path, Path] | None, Parameter(group=VIEWS, help="Two manifests: show both plans side by side.")
+        tuple[Path, Path] | None,
+        Parameter(group=VIEWS, negative=(), help="Two manifests: show both plans side by side."),
     ] = None
     cost: Annotated[
         float | None, Parameter(group=VIEWS, help="Price of a GPU-hour: show the cost of a million tokens.")

@@ -13,7 +13,7 @@ from kimi_operator.errors import InvalidSpec, Problem
 from kimi_operator.planner import MemoryLine, Plan, RolePlan
 from kimi_operator.planner.budget import Budget, PagePool
 from kimi_operator.planner.case import Case, Solution, Stretch, Timing
-from kimi_operator.planner.memory import ITEMSIZE, GroupShape
+from kimi_operator.planner.memory import GroupShape
 from kimi_operator.planner.objective import Forecast
 from kimi_operator.planner.predict import (
     Calibration,
@@ -31,7 +31,7 @@ from kimi_operator.planner.predict import (
 from kimi_operator.planner.roofline import DecodeLoad, PrefillLoad, Setup
 from kimi_operator.planner.solve import solve, stretches, unused
 from kimi_operator.planner.workload import Workload, check_lengths, fixed
-from kimi_operator.profiles.measurements import built_in_measurements, calibration_for, worker_engine
+from kimi_operator.profiles.forecast import forecast_of
 
 POOL_LABELS = {"state slots", "KV pages", "free"}
 ASSUMED_OUTPUT_SHARE = 8
@@ -173,28 +173,12 @@ def shape_of(planned: Planned, role: Role) -> GroupShape:
     return GroupShape(spec.nodes_per_group, spec.gpus_per_node, spec.tensor_parallel)
 
 
-def setup_of(planned: Planned, plan: Plan, shape: GroupShape) -> Setup:
-    """What predictions start from. Raises InvalidSpec when the profile states no memory bandwidth."""
-    engine = replace(worker_engine(planned.profile), kv_itemsize=ITEMSIZE[plan.kv_cache_dtype])
-    return Setup(planned.architecture, built_in_measurements().chip(planned.profile), shape, engine)
-
-
 def _forecast(planned: Planned, plan: Plan, workload: Workload) -> tuple[Forecast | None, str]:
     """Times by the profile's own calibration, else by the nearest measurements; or why there are none."""
-    own = planned.profile.spec.calibration
     try:
-        setup = setup_of(planned, plan, shape_of(planned, Role.DECODE))
+        return forecast_of(planned.architecture, planned.profile, plan.kv_cache_dtype, workload), ""
     except InvalidSpec as error:
         return None, str(error)
-    if setup.chip.bf16_flops is None:
-        return None, f"HardwareProfile {setup.chip.name} states no gpu.bf16FlopsPerSecond"
-    return Forecast(
-        workload,
-        lambda shape, _: replace(setup, shape=shape),
-        calibration_for(setup, DecodeLoad, own),
-        calibration_for(setup, PrefillLoad, own),
-        planned.profile.spec.limits.prefill_batched_tokens,
-    ), ""
 
 
 def _role(planned: Planned, plan: Plan, role: Role, workload: Workload, forecast: Forecast | None) -> RoleOutlook:

@@ -21,14 +21,12 @@ from kimi_operator.cli.outlook import assumed_lengths
 from kimi_operator.cli.text import refusal_text
 from kimi_operator.errors import InvalidSpec
 from kimi_operator.planner import Architecture
-from kimi_operator.planner.memory import ITEMSIZE, ExpertFormat, GroupShape
-from kimi_operator.planner.objective import Forecast
+from kimi_operator.planner.memory import ExpertFormat, GroupShape
 from kimi_operator.planner.plan import KV_DTYPES
-from kimi_operator.planner.roofline import DecodeLoad, PrefillLoad, Setup
 from kimi_operator.planner.search import Candidate, Search, SearchResult, page_pools, search
 from kimi_operator.planner.workload import Workload, read_workload
 from kimi_operator.profiles import architecture, select_profile
-from kimi_operator.profiles.measurements import built_in_measurements, calibration_for, worker_engine
+from kimi_operator.profiles.forecast import forecast_of
 
 SHOWN = 10
 SEARCHED_FLAGS = ("--chip", "--architecture", "--kv-cache")
@@ -105,31 +103,15 @@ def find_layouts(a: Architecture, profile: HardwareProfile, kv: DType, workload:
         design=page_pools(a, spec, kv),
         experts=ExpertFormat.MXFP4 if is_gpu else ExpertFormat(spec.runtime.dtype.value),
     )
-    forecast, no_speed = _forecast(a, profile, kv, workload)
-    text = ""
-    if forecast is not None:
+    no_speed = text = ""
+    try:
+        forecast = forecast_of(a, profile, kv, workload)
+    except InvalidSpec as error:
+        no_speed = str(error)
+    else:
         request = dataclasses.replace(request, timing=forecast.timing, throughput=forecast.throughput)
         text = f"decode: {forecast.decode.text}; prefill: {forecast.prefill.text}"
     return Found(profile.metadata.name, num_nodes, workload, search(request), no_speed, text)
-
-
-def _forecast(a: Architecture, profile: HardwareProfile, kv: DType, workload: Workload) -> tuple[Forecast | None, str]:
-    try:
-        chip = built_in_measurements().chip(profile)
-    except InvalidSpec as error:
-        return None, str(error)
-    if chip.bf16_flops is None:
-        return None, f"HardwareProfile {chip.name} states no gpu.bf16FlopsPerSecond"
-    engine = dataclasses.replace(worker_engine(profile), kv_itemsize=ITEMSIZE[kv])
-
-    def setup(shape: GroupShape, role: Role) -> Setup:
-        del role
-        return Setup(a, chip, shape, engine)
-
-    known = setup(GroupShape(1, profile.spec.gpu.per_node, 1), Role.DECODE)
-    phases = (DecodeLoad, PrefillLoad)
-    decode, prefill = (calibration_for(known, phase, profile.spec.calibration) for phase in phases)
-    return Forecast(workload, setup, decode, prefill, profile.spec.limits.prefill_batched_tokens), ""
 
 
 def search_text(found: Found) -> Iterator[str]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
 
+from kimi_operator.api.base import dump
 from kimi_operator.cli.asking import Asked, asked_for, make_plan, outlook_of
 from kimi_operator.cli.changes import (
     Change,
@@ -131,7 +132,9 @@ def _side(planned: Planned, asked: Asked, price: float | None) -> _Side:
 def _what_if(asked: Asked, edits: list[str], price: float | None, output: str) -> Answer:
     """Edits are made to what the flags or the manifest say, not to what the plan chose."""
     first = make_plan(asked)
-    inputs = deployment_inputs(asked.deployment, first.profile, asked.workload)
+    stated = first.deployment.spec.workload
+    workload = asked.workload or ({} if stated is None else dump(stated))
+    inputs = deployment_inputs(asked.deployment, first.profile, workload)
     changed = edited(inputs, edits, asked.profiles)
     try:
         deployment, profile = read_edited(changed)

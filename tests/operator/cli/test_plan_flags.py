@@ -44,7 +44,18 @@ def test_the_published_settings_of_mi325x_come_out_of_its_workload(plan: Plan) -
     )
     assert found["decode"]["max_num_seqs"] == 64
     assert found["outlook"]["decode"]["best"]["running"] == 512
-    assert found["deployment"]["spec"]["decode"]["maxNumSeqs"] == 64
+    stated = {"prompt": {"fixed": 2048}, "output": {"fixed": 128}, "concurrency": 512}
+    assert stated.items() <= found["deployment"]["spec"]["workload"].items()
+
+
+def test_the_deployment_of_the_flags_can_be_applied_and_plans_the_same(plan: Plan, tmp_path: Path) -> None:
+    flags = ("--chip", "mi300x", "--nodes", 6, "--decode-groups", 2, "--prompt-tokens", "100-9000")
+    flags += ("--output-tokens", 700, "--concurrency", 30, "--target-tpot", "0.3s")
+    by_flags = plan(*flags)
+    file = tmp_path / "k3.yaml"
+    file.write_text(yaml.safe_dump(by_flags["deployment"]))
+    by_file = plan("-f", file)
+    assert by_file == by_flags
 
 
 def test_a_workload_asks_for_no_more_than_it_needs(plan: Plan) -> None:

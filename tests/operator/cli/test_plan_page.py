@@ -136,10 +136,18 @@ def test_tables_of_the_markdown_have_as_many_cells_as_their_head(run: Run) -> No
 # In a real browser, driven by its own protocol.
 
 DRAWN = "svg, svg rect, svg polyline, svg polygon, svg circle, svg text"
-SIZES = f"""JSON.stringify([...document.querySelectorAll("{DRAWN}")].map(e => {{
-  const box = e.getBoundingClientRect(), own = e.tagName === "svg" ? box : e.getBBox(), style = getComputedStyle(e);
-  return {{tag: e.tagName, name: e.getAttribute("class") || "", width: box.width, height: box.height,
-    shown: own.width + own.height, paint: style.fill, stroke: style.stroke}}; }}))"""
+SIZES = f"""new Promise(done => document.readyState === "complete" ? done() : addEventListener("load", done)).then(() =>
+  JSON.stringify([...document.querySelectorAll("{DRAWN}")].map(e => {{
+    const box = e.getBoundingClientRect(), own = e.tagName === "svg" ? box : e.getBBox(), style = getComputedStyle(e);
+    return {{tag: e.tagName, name: e.getAttribute("class") || "", width: box.width, height: box.height,
+      shown: own.width + own.height, paint: style.fill, stroke: style.stroke}}; }})))"""
+COMPLAINTS = {
+    "Runtime.exceptionThrown",
+    "Runtime.consoleAPICalled",
+    "Log.entryAdded",
+    "Network.loadingFailed",
+    "Network.requestWillBeSent",
+}
 
 
 @asynccontextmanager
@@ -147,7 +155,8 @@ async def browser(folder: Path) -> AsyncIterator[aiohttp.ClientWebSocketResponse
     """A page of a headless browser, by its DevTools socket."""
     assert BROWSER
     process = await asyncio.create_subprocess_exec(
-        BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", f"--user-data-dir={folder}",
+        BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
+        "--no-first-run", f"--user-data-dir={folder}",
         "--remote-debugging-port=0", "about:blank", stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
     assert process.stderr is not None
@@ -170,30 +179,24 @@ async def browser(folder: Path) -> AsyncIterator[aiohttp.ClientWebSocketResponse
 
 
 async def look_at(socket: aiohttp.ClientWebSocketResponse, file: Path) -> tuple[list[str], list[dict[str, Any]]]:
-    """What the browser complains about, and the sizes of what it drew."""
-    complaints, seen = [], {}
-    commands = [
-        ("Runtime.enable", {}), ("Log.enable", {}), ("Network.enable", {}), ("Page.enable", {}),
-        ("Page.navigate", {"url": file.as_uri()}),
-    ]  # fmt: skip
-    for number, (method, parameters) in enumerate(commands):
-        await socket.send_json({"id": number, "method": method, "params": parameters})
-    async with asyncio.timeout(START_S):
-        async for message in socket:
-            event = message.json()
-            match event.get("method"):
-                case (
-                    "Runtime.exceptionThrown" | "Log.entryAdded" | "Runtime.consoleAPICalled" | "Network.loadingFailed"
-                ):
-                    complaints.append(json.dumps(event["params"]))
-                case "Network.requestWillBeSent" if event["params"]["request"]["url"] != file.as_uri():
-                    complaints.append(event["params"]["request"]["url"])
-                case "Page.loadEventFired":
-                    await socket.send_json({"id": 99, "method": "Runtime.evaluate", "params": {"expression": SIZES}})
-            if event.get("id") == 99:
-                seen = event["result"]["result"]
-                break
-    return complaints, json.loads(seen["value"])
+    """What the browser complains about or asks for, and the sizes of what it drew."""
+    complaints: list[str] = []
+
+    async def call(method: str, **parameters: Any) -> dict[str, Any]:
+        await socket.send_json({"id": 1, "method": method, "params": parameters})
+        async with asyncio.timeout(START_S):
+            while "id" not in (event := await socket.receive_json()):
+                is_the_page = event["params"].get("request", {}).get("url") == file.as_uri()
+                if event["method"] in COMPLAINTS and not is_the_page:
+                    complaints.append(json.dumps(event))
+        assert "error" not in event, event
+        return event["result"]
+
+    for domain in ("Runtime", "Log", "Network", "Page"):
+        await call(f"{domain}.enable")
+    await call("Page.navigate", url=file.as_uri())
+    drawn = await call("Runtime.evaluate", expression=SIZES, awaitPromise=True)
+    return complaints, json.loads(drawn["result"]["value"])
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no chromium or google-chrome on PATH")
