@@ -25,7 +25,7 @@ def plan_document(outlook: Outlook, cost: Cost | None) -> dict[str, Any]:
     """Everything about a plan that fits. Sizes in bytes, times and rates with their band, unit and calibration."""
     document = {
         "feasible": True,
-        "meetsWorkload": not outlook.misses,
+        "meets_workload": not outlook.misses,
         **dataclasses.asdict(outlook.plan),
         "nodes": outlook.nodes,
         "deployment": dump(outlook.planned.deployment),
@@ -71,11 +71,11 @@ def _workload(outlook: Outlook) -> dict[str, Any]:
         "assumed": outlook.is_assumed,
         "prompt": str(work.prompt),
         "output": str(work.output),
-        "promptMeanTokens": float(work.prompt.mean),
-        "outputMeanTokens": float(work.output.mean),
+        "prompt_mean_tokens": float(work.prompt.mean),
+        "output_mean_tokens": float(work.output.mean),
         "reuse": float(work.reuse),
         "concurrency": work.running,
-        "targets": {"ttftSeconds": work.ttft_s, "tpotSeconds": work.tpot_s},
+        "targets": {"ttft_seconds": work.ttft_s, "tpot_seconds": work.tpot_s},
     }
 
 
@@ -83,11 +83,11 @@ def _role(each: RoleOutlook) -> dict[str, Any]:
     return {
         "groups": each.groups,
         "lanes": each.lanes,
-        "atPlan": _solution(each.at_plan),
+        "at_plan": _solution(each.at_plan),
         "best": _solution(each.best),
         "stretches": [dataclasses.asdict(stretch) for stretch in each.stretches],
         "unused": [dataclasses.asdict(line) for line in each.unused],
-        "unusedBytes": sum(line.bytes for line in each.unused),
+        "unused_bytes": sum(line.bytes for line in each.unused),
     }
 
 
@@ -106,7 +106,7 @@ def _speed(outlook: Outlook) -> dict[str, Any]:
         "request": dataclasses.asdict(speed.request),
         "running": speed.running,
         "tpot": dataclasses.asdict(speed.tpot),
-        "tpotAlone": dataclasses.asdict(speed.tpot_alone),
+        "tpot_alone": dataclasses.asdict(speed.tpot_alone),
         "prefill": dataclasses.asdict(speed.prefill),
         "handoff": None if speed.handoff is None else dataclasses.asdict(speed.handoff),
         "throughput": _banded(speed.at.tokens_per_second),
@@ -118,7 +118,7 @@ def _speed(outlook: Outlook) -> dict[str, Any]:
                 "concurrency": point.concurrency,
                 "running": point.running,
                 "tpot": _banded(point.tpot),
-                "tokensPerSecond": _banded(point.tokens_per_second),
+                "tokens_per_second": _banded(point.tokens_per_second),
                 "binds": point.binds,
             }
             for point in speed.curve

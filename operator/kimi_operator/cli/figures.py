@@ -116,6 +116,9 @@ def _max_num_seqs(outlook: Outlook, each: RoleOutlook) -> Figure:
     if outlook.planned.deployment.spec.role(plan.role).max_num_seqs is not None:
         source = f"spec.{plan.role}.maxNumSeqs"
         return Figure(f"{plan.role}.maxNumSeqs", f"{plan.max_num_seqs:,}", "stated", f"{plan.max_num_seqs}", source)
+    if outlook.plan.workload:
+        formula = "the least of what lanes, memory, targets and load allow"
+        return Figure(f"{plan.role}.maxNumSeqs", f"{plan.max_num_seqs:,}", formula, plan.binds, "spec.workload")
     return Figure(
         f"{plan.role}.maxNumSeqs", f"{plan.max_num_seqs:,}",
         "the most, up to limits.maxNumSeqs, whose slots and limits.contextTokensPerSeq each fit what is free",

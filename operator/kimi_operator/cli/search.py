@@ -171,7 +171,7 @@ def search_document(found: Found) -> dict[str, Any]:
     result = found.result
     return {
         "feasible": bool(result.ranked),
-        "meetsWorkload": found.fits,
+        "meets_workload": found.fits,
         "profile": found.profile,
         "nodes": found.num_nodes,
         "objective": result.objective,
@@ -181,7 +181,7 @@ def search_document(found: Found) -> dict[str, Any]:
                 "layout": str(candidate.layout),
                 "nodes": candidate.layout.nodes,
                 "capacity": candidate.capacity,
-                "tokensPerSecond": candidate.throughput,
+                "tokens_per_second": candidate.throughput,
                 "prefill": _role_document(candidate, Role.PREFILL),
                 "decode": _role_document(candidate, Role.DECODE),
                 "misses": [dataclasses.asdict(problem) for problem in candidate.misses],
@@ -201,10 +201,10 @@ def _role_document(candidate: Candidate, role: Role) -> dict[str, Any]:
     solution = candidate.prefill if role is Role.PREFILL else candidate.decode
     return {
         "groups": layout.groups(role),
-        "nodesPerGroup": shape.nodes,
-        "gpusPerNode": shape.gpus_per_node,
-        "tensorParallel": shape.tensor_parallel,
-        "maxNumSeqs": solution.max_num_seqs,
-        "maxModelLen": solution.max_model_len,
+        "nodes_per_group": shape.nodes,
+        "gpus_per_node": shape.gpus_per_node,
+        "tensor_parallel": shape.tensor_parallel,
+        "max_num_seqs": solution.max_num_seqs,
+        "max_model_len": solution.max_model_len,
         "binds": solution.binds.value,
     }

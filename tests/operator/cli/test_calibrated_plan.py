@@ -49,7 +49,7 @@ def profile(run: Run, tmp_path: Path, before: dict[str, Any]) -> Path:
 
 def test_predictions_follow_the_run_and_say_so(run: Run, before: dict[str, Any], profile: Path) -> None:
     after = plan(run, "-f", MANIFEST, "-f", profile)["speed"]
-    for time in ("tpot", "tpotAlone"):
+    for time in ("tpot", "tpot_alone"):
         assert after[time]["value"] == pytest.approx(SLOWER * before[time]["value"], rel=1e-4)
         assert "borrowed" in before[time]["calibrated_on"]
         assert "of the profile: kimi-k3 on 2 x 8 GPUs with tensorParallel 2" in after[time]["calibrated_on"]
@@ -67,7 +67,7 @@ def test_text_names_what_predictions_rest_on(run: Run, profile: Path) -> None:
 def test_layouts_are_ranked_by_the_run_too(run: Run, profile: Path) -> None:
     ask = ("--search", 4, "--chip", "mi300x", "--prompt-tokens", 256, "--output-tokens", 4096)
     before, after = (plan(run, *ask, *files) for files in ((), ("-f", profile)))
-    rates = [[one["tokensPerSecond"] for one in found["ranked"]] for found in (before, after)]
+    rates = [[one["tokens_per_second"] for one in found["ranked"]] for found in (before, after)]
     assert rates[0]
     assert "of the profile" in after["calibrated_on"]
     assert rates[1] == [pytest.approx(rate / SLOWER, rel=1e-4) for rate in rates[0]]

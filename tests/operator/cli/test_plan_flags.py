@@ -102,10 +102,10 @@ def test_stretches_cover_every_context_without_a_gap(plan: Plan) -> None:
 
 def test_predictions_carry_band_and_calibration(plan: Plan) -> None:
     speed = plan("-f", MI300X)["speed"]
-    for name in ("tpot", "tpotAlone", "prefill", "handoff", "throughput"):
+    for name in ("tpot", "tpot_alone", "prefill", "handoff", "throughput"):
         assert speed[name]["low"] <= speed[name]["value"] <= speed[name]["high"], name
         assert speed[name]["calibrated_on"], name
-    rates = [point["tokensPerSecond"]["value"] for point in speed["curve"]]
+    rates = [point["tokens_per_second"]["value"] for point in speed["curve"]]
     assert speed["curve"][0]["concurrency"] == 1
     assert max(rates) == pytest.approx(rates[-1])
 
@@ -118,7 +118,9 @@ def test_a_profile_without_rates_plans_without_predictions(plan: Plan, run: Run)
 
 def test_unused_memory_shrinks_with_longer_requests(plan: Plan) -> None:
     def unused(prompt: int) -> int:
-        return plan("-f", MI300X, "--prompt-tokens", prompt, "--output-tokens", 100)["outlook"]["decode"]["unusedBytes"]
+        return plan("-f", MI300X, "--prompt-tokens", prompt, "--output-tokens", 100)["outlook"]["decode"][
+            "unused_bytes"
+        ]
 
     assert unused(1_000) > unused(10_000) > unused(60_000)
 
@@ -134,8 +136,8 @@ def test_a_workload_file_and_flags_together(plan: Plan, tmp_path: Path) -> None:
 def test_a_target_without_lengths_is_for_the_assumed_ones(plan: Plan) -> None:
     found = plan("-f", MI300X, "--target-tpot", "500ms")["workload"]
     assert found["assumed"] is True
-    assert found["targets"]["tpotSeconds"] == 0.5
-    assert found["promptMeanTokens"] + found["outputMeanTokens"] == 16_384
+    assert found["targets"]["tpot_seconds"] == 0.5
+    assert found["prompt_mean_tokens"] + found["output_mean_tokens"] == 16_384
 
 
 def test_a_rate_becomes_running_requests_by_its_target(plan: Plan) -> None:

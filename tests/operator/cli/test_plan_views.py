@@ -143,7 +143,7 @@ def test_cost_is_price_over_predicted_throughput(document: Document) -> None:
 
 def test_without_a_load_the_cost_is_for_the_most_throughput(document: Document) -> None:
     found = document("-f", MI300X, "--cost", 3)
-    most = max(point["tokensPerSecond"]["value"] for point in found["speed"]["curve"])
+    most = max(point["tokens_per_second"]["value"] for point in found["speed"]["curve"])
     assert found["cost"]["output"]["value"] == pytest.approx(16 * 3 / 3600 / most * 1e6)
 
 
@@ -174,6 +174,16 @@ def test_terms_of_a_prediction_add_up_to_it(document: Document) -> None:
     assert factor * sum(terms) == pytest.approx(float(figure["text"].split()[0]), rel=0.01)
 
 
+def test_running_requests_say_where_they_come_from(document: Document) -> None:
+    def source(*flags: object) -> str:
+        (figure,) = document(*flags, "--explain", "decode.maxNumSeqs")["figures"]
+        return figure["source"]
+
+    assert source("-f", MI300X) == "spec.decode.maxNumSeqs"
+    assert source("--chip", "mi300x") == "profile mi300x: 32 is the most that was tried on MI300X"
+    assert source("--chip", "mi300x", "--prompt-tokens", 9, "--output-tokens", 9) == "spec.workload"
+
+
 def test_a_name_without_its_role_explains_both(run: Run) -> None:
     status, out, _ = run("plan", "-f", MI300X, "--explain", "kv PAGES")
     assert status == 0
@@ -200,17 +210,18 @@ def test_costs_explain_themselves(document: Document) -> None:
 def test_search_ranks_by_predicted_throughput_and_names_settings_that_plan(run: Run, document: Document) -> None:
     flags = ("--prompt-tokens", 2048, "--output-tokens", 128)
     found = document("--chip", "mi325x", "--search", 4, *flags)
-    rates = [layout["tokensPerSecond"] for layout in found["ranked"]]
+    rates = [layout["tokens_per_second"] for layout in found["ranked"]]
     assert rates == sorted(rates, reverse=True)
     best = found["ranked"][0]
     assert best["nodes"] <= 4
     shape = best["decode"]
     plan = document(
-        "--chip", "mi325x", "--nodes-per-group", shape["nodesPerGroup"], "--tensor-parallel", shape["tensorParallel"],
+        "--chip", "mi325x", "--nodes-per-group", shape["nodes_per_group"],
+        "--tensor-parallel", shape["tensor_parallel"],
         "--prefill-groups", best["prefill"]["groups"], "--decode-groups", shape["groups"], *flags,
     )  # fmt: skip
-    assert best["prefill"]["nodesPerGroup"] == shape["nodesPerGroup"]
-    assert plan["decode"]["max_num_seqs"] == shape["maxNumSeqs"]
+    assert best["prefill"]["nodes_per_group"] == shape["nodes_per_group"]
+    assert plan["decode"]["max_num_seqs"] == shape["max_num_seqs"]
     assert plan["nodes"] == best["nodes"]
 
 
