@@ -6,10 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from kimi_operator.api import HardwareProfile, dump, parse
 from kimi_operator.api.deployment import KimiDeploymentSpec
 from kimi_operator.errors import InvalidSpec, Problem
 from kimi_operator.profiles import built_in_profiles, foreign_nodes, select_profile
+from kimi_operator.profiles.detect import Match, detect
+from kimi_operator.profiles.select import MOST_TOLD
 from node_labels import labelled, older_labels
 
 BUILT_IN = built_in_profiles()
@@ -137,3 +141,37 @@ def test_nodes_that_the_pods_cannot_reach_are_left_out() -> None:
 def test_a_profile_that_names_no_device_says_nothing_of_nodes() -> None:
     profiles = with_section("any", "mi300x", "match", {})
     assert foreign_nodes(spec("any"), profiles["any"], profiles, [("a", CPX)]) == ()
+
+
+def test_only_the_first_kinds_of_wrong_nodes_are_told() -> None:
+    nodes = {f"n{number:02}": labelled(f"{number:04x}") for number in range(20)}
+    assert [problem.got for problem in foreign(nodes)] == [f"{number:04x}" for number in range(MOST_TOLD)]
+
+
+NAMES = st.sampled_from(["device-id", "vram", "cu-count", "compute-memory-partition", "mode"])
+VALUES = st.sampled_from(["74a1", "74a5", "74b5", "75a3", "192G", "24G", "256G", "304", "38", "spx_nps1", "cpx_nps4"])
+LABELS = st.dictionaries(NAMES.map("amd.com/gpu.{}".format), VALUES | st.text(max_size=6), max_size=5)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(LABELS | st.sampled_from([MI300X, CPX, OLD_CPX, {}]), max_size=6))
+def test_every_cluster_has_a_profile_or_reasons_and_the_profiles_own_nodes_are_not_foreign(
+    labels: list[dict[str, str]],
+) -> None:
+    nodes = {f"node-{number}": one for number, one in enumerate(labels)}
+    name = ""
+    reasons: tuple[Problem, ...] = ()
+    try:
+        name = chosen(nodes)
+    except InvalidSpec as error:
+        reasons = error.problems
+    assert bool(name) != bool(reasons)
+    assert all(one.field and one.got and one.expected and one.remedy for one in reasons)
+    if not name:
+        return
+    verdicts = {node: detect(node, one, BUILT_IN) for node, one in nodes.items()}
+    own = {node: nodes[node] for node, verdict in verdicts.items() if isinstance(verdict, Match)}
+    assert own
+    assert foreign(own, name) == ()
+    others = {node: one for node, one in nodes.items() if one and node not in own}
+    assert bool(foreign(others, name)) == bool(others)
