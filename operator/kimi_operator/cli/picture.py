@@ -17,7 +17,7 @@ from kimi_operator.planner.predict import CurvePoint, Prediction
 from kimi_operator.planner.units import bytes_text
 
 WIDTH, HEIGHT = 720, 320
-LEFT, RIGHT, TOP, BOTTOM = 76, 20, 16, 52
+LEFT, RIGHT, TOP, BOTTOM = 76, 44, 16, 52
 BAR_HEIGHT, NARROWEST_LABEL = 44, 80
 CLASSES = {"weights": "weights", "reserved": "reserved", "state slots": "slots", "KV pages": "pages", "free": "free"}
 MOST_TICKS = 8

@@ -139,8 +139,11 @@ DRAWN = "svg, svg rect, svg polyline, svg polygon, svg circle, svg text"
 SIZES = f"""new Promise(done => document.readyState === "complete" ? done() : addEventListener("load", done)).then(() =>
   JSON.stringify([...document.querySelectorAll("{DRAWN}")].map(e => {{
     const box = e.getBoundingClientRect(), own = e.tagName === "svg" ? box : e.getBBox(), style = getComputedStyle(e);
-    return {{tag: e.tagName, name: e.getAttribute("class") || "", width: box.width, height: box.height,
-      shown: own.width + own.height, paint: style.fill, stroke: style.stroke}}; }})))"""
+    const outer = (e.ownerSVGElement || e).getBoundingClientRect();
+    const sides = [box.left - outer.left, outer.right - box.right, box.top - outer.top, outer.bottom - box.bottom];
+    return {{tag: e.tagName, name: e.getAttribute("class") || "", inside: Math.min(...sides),
+      width: box.width, height: box.height, shown: own.width + own.height,
+      paint: style.fill, stroke: style.stroke}}; }})))"""
 COMPLAINTS = {
     "Runtime.exceptionThrown",
     "Runtime.consoleAPICalled",
@@ -202,7 +205,9 @@ async def look_at(socket: aiohttp.ClientWebSocketResponse, file: Path) -> tuple[
 @pytest.mark.skipif(BROWSER is None, reason="no chromium or google-chrome on PATH")
 async def test_a_browser_draws_the_page_from_a_file_without_complaint(page: Callable[..., str], tmp_path: Path) -> None:
     file = tmp_path / "plan.html"
-    file.write_text(page("-f", MI300X, "--cost", 2, "--concurrency", 20), encoding="utf-8")
+    # the longest context there is has the widest label, at the right edge
+    flags = ("--chip", "mi325x", "--max-model-len", 1_048_576, "--max-num-seqs", 8, "--cost", 2, "--concurrency", 20)
+    file.write_text(page(*flags), encoding="utf-8")
     async with browser(tmp_path / "profile") as socket:
         complaints, drawn = await look_at(socket, file)
     assert complaints == []
@@ -211,6 +216,7 @@ async def test_a_browser_draws_the_page_from_a_file_without_complaint(page: Call
         # what is 1.3 MiB of 192 GiB has no width to speak of
         if each["tag"] != "rect" or each["name"] != "free":
             assert each["shown"] > 0, each
+        assert each["inside"] >= -1, f"cut off: {each}"
         if each["tag"] == "svg":
             assert each["width"] > 300, each
             assert each["height"] > 20, each
