@@ -121,6 +121,13 @@ async def test_where_no_profile_is_named_the_nodes_are_asked(stage: Stage, trust
     assert answer["response"]["allowed"] is False
 
 
+async def test_whoever_was_planned_keeps_the_profile_and_no_node_is_looked_at(stage: Stage, trusted: Asker) -> None:
+    stage.server.faults.append(Fault(500, "Node"))
+    planned = {"spec.hardware": None, "status": {"plan": {"profile": "local-cpu"}}}
+    _, answer = await trusted.ask(review(deployment(planned | {"spec.suspend": True}), deployment(planned)))
+    assert answer["response"] == {"uid": "705ab4f5", "allowed": True}
+
+
 @pytest.mark.parametrize("status", [403, 500, 503, UNANSWERED])
 async def test_without_the_profiles_everything_passes_and_says_so(stage: Stage, trusted: Asker, status: int) -> None:
     stage.server.faults.append(Fault(status, "HardwareProfile"))
@@ -194,7 +201,8 @@ async def test_it_serves_once_a_certificate_comes_and_takes_a_new_one_in_place(a
     asker.trusted = write_pair(asker.folder).decode()
     await asker.wait_until_it_serves()
     assert (await asker.ask(review(deployment())))[0] == 200
-    (asker.folder / "tls.key").write_text("torn")
+    (asker.folder / "other").mkdir()
+    (asker.folder / "tls.crt").write_bytes(write_pair(asker.folder / "other"))
     assert asker.webhook.certificate.renew(), "the old pair goes on"
     assert (await asker.ask(review(deployment())))[0] == 200
     asker.trusted = write_pair(asker.folder, "renewed").decode()

@@ -107,6 +107,18 @@ async def test_a_device_that_cannot_tell_its_free_memory_is_not_full(worker: Wor
         assert await measure.PoolReader(session).read(group("127.0.0.1"), READY, 2) == {}
 
 
+@pytest.mark.parametrize("first", [0, 1])
+async def test_the_fullest_pod_counts(worker: Worker, first: int) -> None:
+    said = [{"weights_bytes": 4 * 100, "free_bytes": 4 * 500}, {"weights_bytes": 4 * 200, "free_bytes": 4 * 300}]
+    async with aiohttp.ClientSession() as session:
+        reader = measure.PoolReader(session)
+        worker.body["memory"] = said[first]
+        await reader.read(group("127.0.0.1"), READY, 2)
+        worker.body["memory"] = said[1 - first]
+        pools = (await reader.read(group("127.0.0.1", "127.0.0.1"), READY, 2))[KEY]
+    assert (pools.weights_bytes, pools.free_bytes) == (200, 300)
+
+
 async def test_groups_that_are_not_ready_are_not_asked(worker: Worker) -> None:
     starting = {KEY: replace(READY[KEY], state=GroupState.STARTING)}
     async with aiohttp.ClientSession() as session:
