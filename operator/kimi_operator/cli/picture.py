@@ -34,8 +34,7 @@ class Axis:
     is_log: bool
 
     def at(self, value: float) -> float:
-        """Pixel of a value, which is held within the axis."""
-        value = min(max(value, self.low), self.high)
+        """Pixel of a value."""
         if self.is_log:
             share = math.log(value / self.low) / math.log(self.high / self.low)
         else:
