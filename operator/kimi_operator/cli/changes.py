@@ -46,13 +46,19 @@ def edited(inputs: Inputs, edits: Iterable[str], profiles: Mapping[str, Hardware
     # another chip first, so that edits of the profile are of the chip that is planned with
     for edit in sorted(edits, key=lambda text: text.startswith("profile.")):
         inputs = _edited(inputs, edit)
-        name = inputs.deployment["spec"]["hardware"]["profile"]
+        name = _chip_of(inputs)
         if name != inputs.profile["metadata"]["name"]:
-            if name not in profiles:
+            if not isinstance(name, str) or name not in profiles:
                 expected = f"the name of a HardwareProfile: one of {sorted(profiles)}"
                 raise refuse("--what-if chip", repr(name), expected, "name one, or give its file with -f")
             inputs = replace(inputs, profile=dump(profiles[name]))
     return inputs
+
+
+def _chip_of(inputs: Inputs) -> object:
+    """The chip that is planned with; what is no object is refused later, by its field."""
+    hardware = inputs.deployment["spec"]["hardware"]
+    return hardware.get("profile") if isinstance(hardware, Mapping) else inputs.profile["metadata"]["name"]
 
 
 def _edited(inputs: Inputs, edit: str) -> Inputs:
@@ -78,8 +84,11 @@ def _edited(inputs: Inputs, edit: str) -> Inputs:
 
 def _with_nodes(inputs: Inputs, nodes: object) -> Inputs:
     """Decode takes all groups that the nodes beside prefill allow."""
-    spec = inputs.deployment["spec"]
-    prefill, each = spec["prefill"]["groups"] * spec["prefill"]["nodesPerGroup"], spec["decode"]["nodesPerGroup"]
+    try:
+        spec = parse(KimiDeployment, inputs.deployment).spec
+    except InvalidSpec as error:
+        raise named(error, "--what-if") from error
+    prefill, each = spec.prefill.groups * spec.prefill.nodes_per_group, spec.decode.nodes_per_group
     expected = f"{prefill} nodes of prefill and a multiple of {each} for decode"
     if not isinstance(nodes, int) or isinstance(nodes, bool) or nodes <= prefill or (nodes - prefill) % each:
         remedy = f"try {prefill + each} or {prefill + 2 * each}, or let --search choose"
@@ -90,8 +99,11 @@ def _with_nodes(inputs: Inputs, nodes: object) -> Inputs:
 def _with_source(profile: dict[str, Any], path: str) -> dict[str, Any]:
     """The figure no longer comes from where the profile says."""
     spec = profile["spec"]
-    spec["sources"] = {**spec.get("sources", {}), path: WHAT_IF_SOURCE}
-    spec["basis"] = {**spec.get("basis", {}), path: Basis.ASSUMED.value}
+    for table, value in (("sources", WHAT_IF_SOURCE), ("basis", Basis.ASSUMED.value)):
+        stated = spec.get(table, {})
+        # what is no table is refused by its field
+        if isinstance(stated, Mapping) and path.partition(".")[0] not in ("sources", "basis"):
+            spec[table] = {**stated, path: value}
     return profile
 
 

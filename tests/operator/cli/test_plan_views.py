@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 import yaml
+from kimi_operator.cli.changes import deployment_inputs, edited, read_edited
+from kimi_operator.cli.manifests import deployment_of, read_documents
+from kimi_operator.profiles import built_in_profiles
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 MI300X, MI325X = EXAMPLES / "mi300x-2p2d.yaml", EXAMPLES / "mi325x-2p2d.yaml"
@@ -89,9 +92,23 @@ def test_what_does_not_fit_after_an_edit_exits_1_with_the_arithmetic(run: Run) -
     assert "decode.numPages" not in out
 
 
-def test_an_edited_figure_no_longer_names_its_old_source(document: Document) -> None:
-    (figure,) = document("-f", MI300X, "--explain", "decode.symmetric heap")["figures"]
-    assert "published bring-up" in figure["source"]
+@pytest.mark.parametrize("order", [1, -1])
+def test_an_edit_of_the_profile_is_of_the_chip_that_is_planned_with(document: Document, order: int) -> None:
+    edits = ["chip=mi325x", "profile.reserve.symmetricHeap=20Gi"][::order]
+    found = changes_of(document("-f", MI300X, "--what-if", edits[0], "--what-if", edits[1]))
+    assert found["decode.total"][1] == "274,877,906,944 B = 256.0 GiB"
+    assert found["decode.symmetric heap"][1] == "21,474,836,480 B = 20.0 GiB"
+
+
+def test_an_edited_figure_no_longer_names_its_old_source() -> None:
+    profiles = built_in_profiles()
+    inputs = deployment_inputs(deployment_of(read_documents([MI300X]), [MI300X]), profiles["mi300x"], {})
+    _, profile = read_edited(edited(inputs, ["profile.reserve.symmetricHeap=4Gi"], profiles))
+    assert profile.spec.source("reserve.symmetricHeap") == "stated by --what-if (not measured)"
+    assert profile.spec.source("reserve.contexts") == profiles["mi300x"].spec.source("reserve.contexts")
+
+
+def test_a_load_changes_what_is_predicted_for_it(document: Document) -> None:
     found = changes_of(document("-f", MI300X, "--what-if", "workload.concurrency=16"))
     assert found["throughput"][0] != found["throughput"][1]
 
