@@ -86,7 +86,7 @@ def cut_pools(s: Settings, role: Role, num_seqs: int | None = None) -> Room | Pr
     slots = num_slots(seqs)
     pages = (units.free - slots * units.slot_bytes) // units.page_bytes
     if pages < units.pages_needed:
-        return _too_many(role, seqs, units)
+        return _too_many(s, role, seqs, units)
     return Room(role, shape, fixed_lines(s, shape), units, seqs, slots, pages)
 
 
@@ -142,10 +142,11 @@ def _remedy(s: Settings, shape: GroupShape, units: Units) -> str:
         return measured.free >= measured.one_request
 
     nearest = nearest_layout(s.architecture, shape, s.profile.gpu.per_node, fits)
-    pages = (units.free - num_slots(1) * units.slot_bytes) // units.page_bytes
+    # Beside the running requests that the spec asks for, or following this would only bring the next refusal.
+    length = _longest(s, units, max(s.spec.role(role).max_num_seqs or 1 for role in Role))
     remedies = []
-    if pages > 0:
-        remedies.append(f"lower spec.model.maxModelLen to {pages * s.profile.limits.page_size_tokens:,}")
+    if length > 0:
+        remedies.append(f"lower spec.model.maxModelLen to {length:,}")
     if nearest:
         remedies.append(f"use the nearest layout that fits: {nearest}")
     if not remedies:
@@ -155,16 +156,22 @@ def _remedy(s: Settings, shape: GroupShape, units: Units) -> str:
     return ", or ".join(remedies)
 
 
-def _too_many(role: Role, seqs: int, units: Units) -> Problem:
+def _longest(s: Settings, units: Units, seqs: int) -> int:
+    """Tokens of the longest request that has its pages beside the slots of so many running ones; 0 or less if none."""
+    return (units.free - num_slots(seqs) * units.slot_bytes) // units.page_bytes * s.profile.limits.page_size_tokens
+
+
+def _too_many(s: Settings, role: Role, seqs: int, units: Units) -> Problem:
     """One longest request fits, but not beside the slots of all running requests."""
     spare = units.free - units.pages_needed * units.page_bytes
     most = max(n for n in range(1, seqs) if num_slots(n) * units.slot_bytes <= spare)
-    need = num_slots(seqs) * units.slot_bytes
+    need, length = num_slots(seqs) * units.slot_bytes, _longest(s, units, seqs)
+    shorter = f" or lower spec.model.maxModelLen to {length:,}" if length > 0 else ""
     return Problem(
         f"spec.{role}.maxNumSeqs",
-        f"{seqs}: {num_slots(seqs)} state slots of {bytes_text(units.slot_bytes)} need {bytes_text(need)} a GPU",
-        f"at most {bytes_text(spare)}, what weights, reserves and one request of maxModelLen leave",
-        f"lower it to {most} or lower spec.model.maxModelLen",
+        f"{seqs}: {num_slots(seqs)} state slots of {bytes_text(units.slot_bytes)} need {need:,} B a GPU",
+        f"at most {spare:,} B, what weights, reserves and one request of maxModelLen leave",
+        f"lower it to {most}{shorter}",
     )
 
 

@@ -135,15 +135,19 @@ def test_one_node_of_mi300x_cannot_hold_the_checkpoint() -> None:
 def test_a_length_that_does_not_fit_names_the_longest_that_does() -> None:
     problem = refused("mi300x-2p2d.yaml", model__maxModelLen=900_000).problems[0]
     longest = int(problem.remedy.partition("maxModelLen to ")[2].partition(" ")[0].rstrip(",").replace(",", ""))
-    one = {"prefill__maxNumSeqs": 1, "decode__maxNumSeqs": 1}
-    assert isinstance(plan_of("mi300x-2p2d.yaml", model__maxModelLen=longest, **one), Plan)
-    assert isinstance(plan_of("mi300x-2p2d.yaml", model__maxModelLen=longest + 64, **one), Infeasible)
+    # Beside the running requests that the spec asks for: following a remedy must not bring the next refusal.
+    assert isinstance(plan_of("mi300x-2p2d.yaml", model__maxModelLen=longest), Plan)
+    assert isinstance(plan_of("mi300x-2p2d.yaml", model__maxModelLen=longest + 64), Infeasible)
+    # One token more than fits beside them is refused for them, with the same length as remedy.
+    problem = refused("mi300x-2p2d.yaml", model__maxModelLen=longest + 64).problems[0]
+    assert problem.field == "spec.prefill.maxNumSeqs"
+    assert problem.remedy.endswith(f"lower spec.model.maxModelLen to {longest:,}")
 
 
 def test_too_many_requests_name_the_most_that_fit() -> None:
     (problem,) = refused("mi300x-2p2d.yaml", decode__maxNumSeqs=32).problems
     assert problem.field == "spec.decode.maxNumSeqs"
-    assert "40 state slots of 214.3 MiB need 8.4 GiB a GPU" in problem.got
+    assert "40 state slots of 214.3 MiB need 8,987,443,200 B a GPU" in problem.got
     most = int(problem.remedy.split()[3])
     assert isinstance(plan_of("mi300x-2p2d.yaml", decode__maxNumSeqs=most), Plan)
     assert isinstance(plan_of("mi300x-2p2d.yaml", decode__maxNumSeqs=most + 1), Infeasible)
