@@ -14,7 +14,7 @@ from kimi_worker.router.proxy import EventTail
 from openai import AsyncOpenAI
 from replay_engine import Script
 from replay_fixtures import MODEL, Pod, PodFactory, listening, router_settings, routing
-from stub_pods import EVENT, STREAM_HEAD, StubPod, chunk, client, report_of, stub_pods, until_state, whole
+from stub_pods import EVENT, STREAM_HEAD, StubPod, chunk, client, report_of, stub_pods, until_state, until_up, whole
 
 ASK = {"prompt": "a", "max_tokens": 5}
 HI = [104, 105]
@@ -264,6 +264,20 @@ async def test_an_event_without_end_is_passed_on_in_the_end() -> None:
     tail = EventTail()
     sizes = [len(tail.feed(b"x" * 2**19)) for _ in range(3)]
     assert sizes == [0, 0, 3 * 2**19]
+
+
+async def test_a_router_that_was_ready_stays_to_say_why_nothing_is(prefill: Pod, decode: Pod) -> None:
+    """While a group restarts, its router is the only one left to say so: without it clients get no connection."""
+    async with stub_pods(await report_of(decode), die) as (stub,):
+        settings = router_settings([prefill], [], decode_service=stub.address, **SOON)
+        async with routing(settings) as url, client(url) as http:
+            await until_up(http)
+            stub.is_silent = True
+            await until_state(http, ready=False)
+            ready, reply = await http.get("/ready"), await http.post("/v1/completions", json=ASK)
+    assert (ready.status_code, ready.json()["reason"]) == (200, None)
+    assert (reply.status_code, reply.headers["retry-after"]) == (503, "1")
+    assert "no decode lane is ready" in reply.json()["error"]["message"]
 
 
 async def test_a_router_that_drains_says_so_and_serves_on(prefill: Pod, decode: Pod) -> None:

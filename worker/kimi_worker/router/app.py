@@ -57,6 +57,7 @@ class Shared:
     route: Route
     bodies: Bodies
     is_draining: bool = False
+    was_ready: bool = False
 
     @property
     def max_body_bytes(self) -> int:
@@ -69,6 +70,13 @@ class Shared:
             return "draining"
         pool = self.route.pool
         return None if pick(pool.lanes(Role.DECODE), pool.lanes(Role.PREFILL)) else pool.shortage()
+
+    @property
+    def why_not_ready(self) -> str | None:
+        """Why this router should get no connections. Once it could answer it stays: a 503 says more than a refusal."""
+        shortage = self.shortage
+        self.was_ready |= shortage is None
+        return shortage if self.is_draining or not self.was_ready else None
 
     async def models(self) -> list[dict[str, object]]:
         """What a ready pod serves. Raises ApiError (503)."""
@@ -159,7 +167,7 @@ def _add_own_routes(app: FastAPI, settings: RouterSettings, metrics: Metrics) ->
 
     @app.get("/ready")
     async def ready() -> Response:
-        reason = app.state.shared.shortage
+        reason = app.state.shared.why_not_ready
         return JSONResponse({"ready": reason is None, "reason": reason}, 503 if reason else 200)
 
     @app.get("/state")
