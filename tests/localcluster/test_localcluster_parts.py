@@ -161,6 +161,7 @@ def test_cache_key_changes_with_module_flags_and_go_version(tmp_path: Path, monk
 def test_failing_build_names_the_program_the_log_and_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delenv("KUBEBUILDER_ASSETS", raising=False)
     # Not XDG_CACHE_HOME, which would make Go compile its own library anew.
     monkeypatch.setattr(binaries, "cache_dir", lambda: tmp_path / "cache")
     monkeypatch.setattr(binaries, "go_modules", lambda: tmp_path)
@@ -172,6 +173,15 @@ def test_failing_build_names_the_program_the_log_and_the_reason(
         binaries.ensure_programs(("pause",), Progress(Console(file=io.StringIO())))
     with pytest.raises(LocalClusterError, match="unknown program 'nope'"):
         binaries.ensure_programs(("nope",), Progress(Console(file=io.StringIO())))
+
+
+@pytest.mark.parametrize(("home", "hidden"), [("/tmp/home", "/tmp"), ("/run/user/0", "/run")])
+def test_a_cache_that_pods_cannot_see_is_refused(home: str, hidden: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", home)
+    with pytest.raises(LocalClusterError, match=f"{home}/kimi-operator lies below {hidden}, .*XDG_CACHE_HOME"):
+        podenv.check_place()
+    monkeypatch.setenv("XDG_CACHE_HOME", "/srv/cache")
+    podenv.check_place()
 
 
 def test_kubebuilder_assets_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

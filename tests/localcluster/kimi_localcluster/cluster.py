@@ -34,7 +34,7 @@ from kimi_localcluster.kube import Kube
 from kimi_localcluster.machine import check_machine
 from kimi_localcluster.packages import ensure_packages
 from kimi_localcluster.paths import ClusterPaths, cache_dir, environment, existing_kubeconfig
-from kimi_localcluster.podenv import ensure_pod_environment, remove_old
+from kimi_localcluster.podenv import check_place, ensure_pod_environment, remove_old
 from kimi_localcluster.progress import Progress
 from kimi_localcluster.shell import file_lock
 from kimi_localcluster.spec import DEFAULT_IMAGES, DEFAULT_NAME, ClusterSpec, default_vram
@@ -87,6 +87,7 @@ class Cluster(Kube):
         if keeper_process(ClusterPaths(name)) or control_process(ClusterPaths(name)):
             raise LocalClusterError(f"cluster {name} exists; `localcluster down --name {name}` ends it")
         ensure_packages(progress)
+        check_place()
         programs = ensure_programs(DEFAULT_PROGRAMS, progress)
         pods = ensure_pod_environment(progress)
         remove_old({pods.path, *(line for path in _cluster_paths() for line in _loaded_environments(path))})

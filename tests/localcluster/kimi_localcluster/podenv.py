@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
+from kimi_localcluster.errors import LocalClusterError
 from kimi_localcluster.paths import cache_dir, environment, repository, uv
 from kimi_localcluster.progress import Progress
 from kimi_localcluster.shell import file_lock, run_logged
@@ -22,6 +23,8 @@ from kimi_localcluster.shell import file_lock, run_logged
 MEMBERS = ("kernels", "operator", "worker")
 NOT_SOURCE = {"__pycache__", "dist", "build", ".venv"}
 KEEP_RECENT = 6
+HIDDEN = (Path("/tmp"), Path("/run"))
+"""Pods mount folders of their own here, so that what lies below on the machine cannot be seen in them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +37,16 @@ class PodEnvironment:
 
 def pods_dir() -> Path:
     return cache_dir() / "pods"
+
+
+def check_place() -> None:
+    """Raise LocalClusterError when pods could not see their environment: to be asked before anything is built."""
+    for hidden in HIDDEN:
+        if pods_dir().resolve().is_relative_to(hidden):
+            raise LocalClusterError(
+                f"the cache {cache_dir()} lies below {hidden}, where pods mount a folder of their own and cannot see "
+                "it; set XDG_CACHE_HOME (or HOME) to a folder elsewhere"
+            )
 
 
 def _digest(*parts: bytes) -> str:
