@@ -103,4 +103,4 @@ def _names(nodes: list[str]) -> str:
 
 
 def _unknown(got: str, expected: str) -> Problem:
-    return Problem(FIELD, got, expected, "name a profile or create it")
+    return Problem(FIELD, got, expected, "name one of them, or create yours (kimictl: give its file with another -f)")
