@@ -16,6 +16,7 @@ from rich.table import Table
 from kimi_localcluster.binaries import DEFAULT_PROGRAMS, ensure_programs
 from kimi_localcluster.cluster import START_TIMEOUT_S, Cluster, running_clusters
 from kimi_localcluster.errors import LocalClusterError
+from kimi_localcluster.podenv import check_place
 from kimi_localcluster.progress import Progress
 from kimi_localcluster.spec import DEFAULT_IMAGES, DEFAULT_NAME, ClusterSpec, default_vram
 
@@ -145,6 +146,7 @@ def kubeconfig(*, name: Name = DEFAULT_NAME) -> None:
 @app.command
 def build(*programs: str) -> None:
     """Build the cluster's programs into the cache, or only those named, such as kwok."""
+    check_place()
     for path in ensure_programs(programs or DEFAULT_PROGRAMS, Progress()).values():
         print(path)
 

@@ -283,7 +283,7 @@ async def test_a_router_that_was_ready_stays_to_say_why_nothing_is(prefill: Pod,
 async def test_a_router_that_drains_says_so_and_serves_on(prefill: Pod, decode: Pod) -> None:
     app = router_app.create_app(router_settings([prefill], [decode]))
     async with listening(app) as url, client(url) as http:
-        await until_state(http, ready=True)
+        await until_up(http)
         app.state.shared.is_draining = True
         ready = await http.get("/ready")
         assert (ready.status_code, ready.json()["reason"]) == (503, "draining")

@@ -23,7 +23,8 @@ class BoundedProtocol(HttpToolsProtocol):
     """From full buffers until they are nearly empty again: a client that reads 200 bytes a second does that."""
 
     _head_timer: asyncio.TimerHandle | None = None
-    _unread_timer: asyncio.TimerHandle | None = None
+    unread_timer: asyncio.TimerHandle | None = None
+    """Runs while buffers are full."""
     _is_in_head = False
     _num_head_bytes = 0
 
@@ -38,7 +39,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._unread_timer = self.loop.call_later(self.max_unread_s, self._cut_off)
+        self.unread_timer = self.loop.call_later(self.max_unread_s, self._cut_off)
 
     def resume_writing(self) -> None:
         self._stop_unread_timer()
@@ -84,6 +85,6 @@ class BoundedProtocol(HttpToolsProtocol):
         self.transport.abort()
 
     def _stop_unread_timer(self) -> None:
-        if self._unread_timer is not None:
-            self._unread_timer.cancel()
-            self._unread_timer = None
+        if self.unread_timer is not None:
+            self.unread_timer.cancel()
+            self.unread_timer = None
