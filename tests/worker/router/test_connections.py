@@ -107,23 +107,22 @@ async def test_an_answer_that_nobody_reads_ends(monkeypatch: pytest.MonkeyPatch)
 
 async def test_reading_on_in_time_keeps_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Full buffers start the clock, and reading stops it: seen on the clock, so that no machine is too slow."""
-    connections: list[BoundedProtocol] = []
-    made = BoundedProtocol.connection_made
+    timers: asyncio.Queue[asyncio.TimerHandle] = asyncio.Queue()
+    pause = BoundedProtocol.pause_writing
 
-    def remember(self: BoundedProtocol, transport: asyncio.Transport) -> None:
-        made(self, transport)
-        connections.append(self)
+    def remember(self: BoundedProtocol) -> None:
+        pause(self)
+        assert self.unread_timer is not None
+        timers.put_nowait(self.unread_timer)
 
-    monkeypatch.setattr(BoundedProtocol, "connection_made", remember)
+    monkeypatch.setattr(BoundedProtocol, "pause_writing", remember)
     app = FastAPI()
     app.state.num_sent, app.state.ended = 0, asyncio.Event()
     async with serving(idle_s=60, app=app) as url, asyncio.timeout(60):
         with RawClient(url) as client:
             await client.send(GET.replace(b"quick", b"endless"))
             for _ in range(2):
-                while not (connections and connections[0].unread_timer):
-                    await asyncio.sleep(0)
-                timer = connections[0].unread_timer
+                timer = await timers.get()
                 while not timer.cancelled():
                     await client.receive_until(b"x")
             assert not app.state.ended.is_set()
