@@ -83,11 +83,14 @@ def wait_for_restart(cluster: Cluster, role: str, before: dict[str, int]) -> Non
 @pytest.fixture
 def installed(cluster: Cluster) -> Iterator[Cluster]:
     """The cluster with the chart as `make demo` installs it; whatever fails, the next tests get their GPUs back."""
-    demo.install(cluster)
-    yield cluster
-    cluster.kubectl("delete", "kimideployment", "--all", "--namespace", demo.NAMESPACE)
-    cluster.wait_for("nothing of the deployment is left", lambda: not children(cluster), timeout_s=PATIENT_S)
-    cluster.helm("uninstall", "kimi-operator", "--namespace", "kimi-system", "--wait", timeout_s=PATIENT_S)
+    try:
+        demo.install(cluster)
+        yield cluster
+        cluster.kubectl("delete", "kimideployment", "--all", "--namespace", demo.NAMESPACE)
+        cluster.wait_for("nothing of the deployment is left", lambda: not children(cluster), timeout_s=PATIENT_S)
+    finally:
+        argv = ["uninstall", "kimi-operator", "--namespace", "kimi-system", "--wait", "--ignore-not-found"]
+        cluster.helm(*argv, timeout_s=PATIENT_S)
 
 
 def test_one_apply_serves_survives_a_dead_rank_and_leaves_nothing(
