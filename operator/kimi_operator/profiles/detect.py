@@ -182,18 +182,22 @@ def read_labels(node: str, labels: Mapping[str, str]) -> GpuLabels:
 
 def share_of(seen: GpuLabels, candidates: Mapping[str, HardwareProfile]) -> Share | None:
     """The part of a card that one GPU is; None when no profile of this device id describes the card."""
-    described = [one for one in candidates.values() if one.spec.gpu.card is not None]
-    described.sort(key=lambda one: not one.spec.gpu.partition.is_whole)
-    if not described or (card := described[0].spec.gpu.card) is None:
+    described = [(card, one) for one in candidates.values() if (card := one.spec.gpu.card) is not None]
+    # Cards of one device id that differ are told apart by what they can hold.
+    described.sort(key=lambda pair: (_exceeding(seen, pair[0]) is not None, not pair[1].spec.gpu.partition.is_whole))
+    if not described:
         return None
-    is_virtual = seen.device_id in described[0].spec.match.virtual_device_ids
+    card, profile = described[0]
+    is_virtual = seen.device_id in profile.spec.match.virtual_device_ids
     parts = _parts(seen, card, is_virtual=is_virtual)
     # NPS1 lets each partition address all memory, but its siblings live in the same: its own is its share. Older
-    # labellers state the whole card's.
-    memory = min(seen.vram or card.memory, card.memory // parts)
+    # labellers state the whole card's. More than that is kept as it stands: it is no part of this card.
+    memory = seen.vram or card.memory
+    if _exceeding(seen, card) != "vram":
+        memory = min(memory, card.memory // parts)
     is_die = seen.partition is not None and seen.partition.compute is ComputePartition.CPX
     return Share(
-        chip=described[0].metadata.name,
+        chip=profile.metadata.name,
         card=card,
         memory=memory,
         compute_units=seen.compute_units or card.compute_units // parts,
@@ -269,6 +273,28 @@ def stale(seen: GpuLabels, share: Share) -> Problem | None:
     return None
 
 
+def _exceeding(seen: GpuLabels, card: CardSpec) -> str | None:
+    """The label that states more than all of the card; memory is rounded to whole GiB."""
+    if (seen.vram or 0) >= card.memory + GIB:
+        return "vram"
+    return "cu-count" if (seen.compute_units or 0) > card.compute_units else None
+
+
+def beyond_card(seen: GpuLabels, share: Share) -> Problem | None:
+    """Why labels that state more than all of the card cannot be believed, with a partition or without."""
+    label = _exceeding(seen, share.card)
+    if label is None:
+        return None
+    is_vram = label == "vram"
+    got = f"{(seen.vram or 0) // GIB}G" if is_vram else str(seen.compute_units)
+    most = f"{share.card.memory // GIB}G" if is_vram else str(share.card.compute_units)
+    return Problem(
+        seen.where(label), got, f"at most {most}, all of a card with device id {seen.device_id} ({share.chip})",
+        "restart AMD's node labeller on the node; if the card does have more, write a HardwareProfile for "
+        f"{seen.device_id} that says so in gpu.card",
+    )  # fmt: skip
+
+
 def _part_of_card(seen: GpuLabels, share: Share | None) -> Problem | None:
     partition = seen.partition or PartitionSpec()
     own = f"write a profile for such GPUs: `kimictl profile from-node {seen.node}` drafts it"
@@ -311,7 +337,8 @@ def _other_memory(seen: GpuLabels, candidates: Mapping[str, HardwareProfile]) ->
 
 def _unfit(seen: GpuLabels, share: Share | None, profiles: Mapping[str, HardwareProfile]) -> Problem:
     """Why no profile of this device id describes these GPUs."""
-    return _part_of_card(seen, share) or _other_memory(seen, candidates_of(seen, profiles))
+    excess = None if share is None else beyond_card(seen, share)
+    return excess or _part_of_card(seen, share) or _other_memory(seen, candidates_of(seen, profiles))
 
 
 def _another(seen: GpuLabels, fitting: list[str], profile: HardwareProfile) -> Problem:

@@ -13,7 +13,7 @@ import yaml
 from kimi_operator.api.base import dump
 from kimi_operator.api.profile import Basis, HardwareProfile, HardwareProfileSpec, PartitionSpec
 from kimi_operator.errors import InvalidSpec, Problem
-from kimi_operator.profiles.detect import GpuLabels, Share, candidates_of, read_labels, share_of, stale
+from kimi_operator.profiles.detect import GpuLabels, Share, beyond_card, candidates_of, read_labels, share_of, stale
 
 RESOURCE = "amd.com/gpu"
 KEPT_OF_A_PART = frozenset({"runtime", "fabric", "pod", "limits", "timeouts", "worker"})
@@ -84,14 +84,14 @@ def _texts(field: str, value: object) -> dict[str, str]:
 def draft(facts: NodeFacts, profiles: Mapping[str, HardwareProfile], name: str | None = None) -> str:
     """YAML of a HardwareProfile for the node's GPUs, with a comment for each figure that is not known.
 
-    Raises InvalidSpec when the labels contradict each other or `name` is no name.
+    Raises InvalidSpec when the labels contradict each other or the card, or `name` is no name.
     """
     if name is not None:
         _check_name("--name", name)
     labels = facts.labels
     candidates = candidates_of(labels, profiles)
     share = share_of(labels, candidates)
-    if share is not None and (problem := stale(labels, share)) is not None:
+    if share is not None and (problem := stale(labels, share) or beyond_card(labels, share)) is not None:
         raise InvalidSpec((problem,))
     partition = labels.partition or PartitionSpec()
     if share is None:

@@ -79,7 +79,7 @@ def test_a_virtual_function_with_its_whole_card_matches_and_says_so(device: str,
 def test_two_chips_of_one_size_and_architecture_are_not_confused() -> None:
     mi300x, mi308x = (found(labelled(device, "192G")).profile for device in ("74a1", "74a2"))
     assert (mi300x, mi308x) == ("mi300x", "mi308x")
-    assert "got 304, expected with device id 74a2: 80 (mi308x)" in str(refused(labelled("74a2", "192G", 304)))
+    assert "got 304, expected at most 80, all of a card" in str(refused(labelled("74a2", "192G", 304)))
 
 
 def test_the_product_name_decides_nothing_but_is_mentioned() -> None:
@@ -169,12 +169,43 @@ def test_labels_of_before_a_repartitioning_are_not_believed(labels: dict[str, st
 @pytest.mark.parametrize(
     ("labels", "words"),
     [
+        (labelled("74a2", "24G", 128), "cu-count of node gpu-1: got 128, expected at most 80"),
+        (labelled("74b6", "192G", 81), "cu-count of node gpu-1: got 81, expected at most 80"),
+        (labelled("74a2", "193G", 80), "vram of node gpu-1: got 193G, expected at most 192G"),
+        (labelled("74b6", "256G"), "vram of node gpu-1: got 256G, expected at most 192G"),
+        (labelled("74a2", "256G", 80, "spx_nps1"), "vram of node gpu-1: got 256G, expected at most 192G"),
+        (labelled("74a2", "256G", 20, "cpx_nps1"), "vram of node gpu-1: got 256G, expected at most 192G"),
+        (older_labels("74a2", "288G", 20, 32), "vram of node gpu-1: got 288G, expected at most 192G"),
+    ],
+)
+def test_more_than_all_of_a_card_is_not_believed(labels: dict[str, str], words: str) -> None:
+    (problem,) = refused(labels).problems
+    assert words in str(problem)
+    assert f"all of a card with device id {labels.get('amd.com/gpu.device-id', '74a2')} (mi308x)" in problem.expected
+    assert "restart AMD's node labeller" in problem.remedy
+    assert "gpu.card" in problem.remedy
+
+
+def test_a_card_of_your_own_may_have_more_than_the_known_one() -> None:
+    gpu = {"memory": "256Gi", "card": {"memory": "256Gi", "computeUnits": 304, "computeDies": 8}}
+    profiles = changed("site", gpu=gpu, match={"vram": "256Gi"})
+    match = found(labelled("74a1", "256G", 304), profiles)
+    assert match.profile == "site"
+    assert match.share is not None
+    assert match.share.chip == "site"
+    assert found(labelled("74a1", "192G", 304), profiles).profile == "mi300x"
+
+
+@pytest.mark.parametrize(
+    ("labels", "words"),
+    [
         ({}, "device-id of node gpu-1: got nothing, expected the PCI device id"),
         ({"feature.node.kubernetes.io/amd-gpu": "true"}, "enable the node labeller of AMD's GPU operator"),
         (labelled("7400", "64G", 120), "device-id of node gpu-1: got 7400, expected a device id in match.deviceIds"),
         (labelled("74a0", "128G", 228), "got 74a0 (MI300A)"),
         (labelled("75a8"), "got 75a8 (MI350P)"),
-        (labelled("74a1", "256G", 304), "vram of node gpu-1: got 256G, expected with device id 74a1: 192G (mi300x)"),
+        (labelled("74a1", "256G", 304), "vram of node gpu-1: got 256G, expected at most 192G, all of a card"),
+        (labelled("74a1", "144G", 304), "vram of node gpu-1: got 144G, expected with device id 74a1: 192G (mi300x)"),
         (labelled("74a1", "192G", 228), "cu-count of node gpu-1: got 228, expected with device id 74a1: 304 (mi300x)"),
         (labelled(""), "device-id of node gpu-1: got '', expected four hex digits such as 74a1"),
         (labelled("MI300X"), "device-id of node gpu-1: got 'mi300x'"),

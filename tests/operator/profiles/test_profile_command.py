@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kimi_operator.api import HardwareProfile, parse
 from kimi_operator.cli import main
@@ -258,6 +258,11 @@ UNITS = st.sampled_from([10, 20, 38, 76, 80, 128, 152, 256, 304, None])
 
 @settings(max_examples=200, deadline=None)
 @given(DEVICES, SIZES, UNITS, PARTITIONS, st.sampled_from([1, 8, 64]))
+@example("74a2", "24G", 128, None, 64).via("more compute units than the card has, and no partition")
+@example("74b6", "192G", 304, None, 64).via("the same of a virtual function")
+@example("74a2", "256G", 80, None, 64).via("more memory than the card has")
+@example("74a2", "256G", 20, "cpx_nps1", 64).via("the same with a partition")
+@example("74a2", "193G", None, None, 64).via("a little more, which no rounding explains")
 def test_every_draft_says_only_what_is_known(
     device: str, vram: str | None, units: int | None, partition: str | None, gpus: int
 ) -> None:
@@ -266,8 +271,9 @@ def test_every_draft_says_only_what_is_known(
     try:
         text = draft(facts, built_in_profiles())
     except InvalidSpec as error:
-        stale = str(error)
-        assert "restart AMD's node labeller" in stale
+        (problem,) = error.problems
+        assert problem.field.startswith("label amd.com/gpu.")
+        assert "restart AMD's node labeller" in problem.remedy
         return
     spec = yaml.safe_load(text)["spec"]
     assert (spec["gpu"]["perNode"], spec["basis"]["gpu.perNode"]) == (gpus, "Reported")
