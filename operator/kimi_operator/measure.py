@@ -142,7 +142,9 @@ class PoolReader:
 
 def _pools(state: _State) -> MeasuredPools:
     """The smallest lane's, and the memory of the pod's GPUs by lane."""
-    fabric, memory, num_lanes = state.fabric, state.memory, len(state.lanes)
+    memory, num_lanes = state.memory, len(state.lanes)
+    # Nobody writes into prefill pods: their 0 of 0 peers would look like a fault.
+    fabric = state.fabric if state.role == Role.DECODE else None
     return MeasuredPools(
         num_pages=min(lane.num_pages for lane in state.lanes),
         num_state_slots=min(lane.num_slots for lane in state.lanes),

@@ -15,6 +15,8 @@ from kimi_operator.api.status import KimiDeploymentStatus
 from kimi_operator.api.workload import WorkloadSpec
 
 MAX_GROUPS = 64
+MAX_SIZE = 64
+"""Of each number that a group's shape is made of."""
 
 
 MAX_NAME_LENGTH = 40
@@ -113,11 +115,21 @@ def _listed(table: dict[str, int]) -> str:
     return ", ".join(f"{number:,} of {name}" for name, number in table.items())
 
 
+def _unless_out_of_bounds(sizes: tuple[str, ...], check: str) -> str:
+    """CEL: `check` where all of these sizes are within their bounds.
+
+    The API server also evaluates rules over values that the schema has refused: they have been told of by then, and
+    dividing by zero or multiplying beyond an integer would add a message that explains nothing.
+    """
+    return f"[{', '.join(sizes)}].exists(n, n < 1 || n > {MAX_SIZE}) || {check}"
+
+
 def _ranks_divide_experts(role: str) -> dict[str, Any]:
     """Rule of the spec: routed experts are shared evenly among a group's ranks."""
-    ranks = f"self.{role}.nodesPerGroup * self.{role}.gpusPerNode"
+    sizes = (f"self.{role}.nodesPerGroup", f"self.{role}.gpusPerNode")
+    divides = _of_architecture(EXPERTS, "self.model.architecture", f"# % ({' * '.join(sizes)}) == 0")
     return rule(
-        _of_architecture(EXPERTS, "self.model.architecture", f"# % ({ranks}) == 0"),
+        _unless_out_of_bounds(sizes, divides),
         f"nodesPerGroup x gpusPerNode must divide the routed experts ({_listed(EXPERTS)}); change one of them",
         field_path=f".{role}.nodesPerGroup",
     )
@@ -184,7 +196,9 @@ class RoleSpec(ApiModel):
     model_config = ConfigDict(
         json_schema_extra=rules(
             rule(
-                "self.gpusPerNode % self.tensorParallel == 0",
+                _unless_out_of_bounds(
+                    ("self.gpusPerNode", "self.tensorParallel"), "self.gpusPerNode % self.tensorParallel == 0"
+                ),
                 "tensorParallel must divide gpusPerNode: a lane never crosses a node; set a divisor",
                 field_path=".tensorParallel",
             )
@@ -195,21 +209,21 @@ class RoleSpec(ApiModel):
     nodes_per_group: int = Field(
         default=2,
         ge=1,
-        le=64,
+        le=MAX_SIZE,
         description="Nodes of a group, one pod each. Cannot change.",
         json_schema_extra=immutable("nodesPerGroup"),
     )
     gpus_per_node: int = Field(
         default=8,
         ge=1,
-        le=64,
+        le=MAX_SIZE,
         description="GPUs of each pod, one rank each. Cannot change.",
         json_schema_extra=immutable("gpusPerNode"),
     )
     tensor_parallel: int = Field(
         default=2,
         ge=1,
-        le=64,
+        le=MAX_SIZE,
         description="Ranks that share one lane's attention; divides gpusPerNode. Cannot change.",
         json_schema_extra=immutable("tensorParallel"),
     )

@@ -80,7 +80,9 @@ class MeasuredPools(StatusModel):
         description="Left of a GPU once its largest steps have run, in bytes; of the fullest pod. Absent where the "
         "device cannot tell.",
     )
-    fabric: MeasuredFabric | None = Field(default=None, description="Test writes; absent where none are made.")
+    fabric: MeasuredFabric | None = Field(
+        default=None, description="Test writes; absent of prefill groups, into which nobody writes."
+    )
 
 
 class GroupStatus(StatusModel):

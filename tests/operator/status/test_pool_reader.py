@@ -10,6 +10,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 from kimi_operator import measure
+from kimi_operator.api.base import dump
 from kimi_operator.api.conditions import Reason
 from kimi_operator.api.deployment import Role
 from kimi_operator.api.status import GroupState, MeasuredFabric
@@ -178,3 +179,14 @@ async def test_a_worker_without_test_writes_is_no_fault(worker: Worker) -> None:
         reader = measure.PoolReader(session)
         assert (await reader.read(group("127.0.0.1"), READY, 2))[KEY].fabric is None
         assert not reader.has_open_questions(group("127.0.0.1"), READY)
+
+
+async def test_a_prefill_group_has_no_fabric_to_verify(worker: Worker) -> None:
+    """Its pods count no peers: shown, 0 of 0 would be taken for a fault."""
+    worker.body |= {"role": "prefill", "fabric": {"peers": 0, "verified": 0, "error": ""}}
+    prefill = GroupKey(Role.PREFILL, 0)
+    ready = {prefill: replace(READY[KEY], key=prefill)}
+    async with aiohttp.ClientSession() as session:
+        measured = (await measure.PoolReader(session).read(group("127.0.0.1", key=prefill), ready, 2))[prefill]
+    assert (measured.num_pages, measured.fabric) == (480, None)
+    assert "fabric" not in dump(measured)
