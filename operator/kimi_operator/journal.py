@@ -10,6 +10,7 @@ from typing import Any, Literal
 import structlog
 
 from kimi_operator.api.conditions import Reason
+from kimi_operator.api.deployment import Role
 from kimi_operator.cluster import Cluster
 from kimi_operator.errors import KimiError, ResourceGone
 from kimi_operator.store import Document
@@ -27,6 +28,8 @@ class News:
     kind: Literal["Normal", "Warning"]
     reason: str
     message: str
+    occasion: int = 0
+    """Tells apart what happens again in the same words and must be told again, such as a group's restarts."""
 
 
 @dataclass(slots=True)
@@ -82,6 +85,7 @@ class Journal:
 def news_of(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[News]:
     """What a change of status tells: Ready reached or lost, what is not as planned, and what waits for a person."""
     old = {one["type"]: one for one in before.get("conditions", ())}
+    num_restarts = sum(group["restarts"] for role in Role for group in after.get(role.value, {}).get("groups", ()))
     found = []
     for condition in after["conditions"]:
         was = old.get(condition["type"], {})
@@ -89,7 +93,8 @@ def news_of(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[News]:
             continue
         match condition["type"], condition["status"]:
             case "Ready", "True":
-                found.append(News("Normal", "Ready", "all groups and the router are ready"))
+                # Each restart was told, so its end is too.
+                found.append(News("Normal", "Ready", "all groups and the router are ready", num_restarts))
             case "Stalled", "True":
                 found.append(_warning(condition))
             case (("CapacityAvailable" | "WeightsReady"), "False"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import structlog
 
@@ -162,13 +163,7 @@ class Reconciler:
         """Write the status if it differs, tell what is news, log what changed."""
         metadata, before = step.document["metadata"], step.document.get("status", {})
         restarted = [one for one in step.decisions.values() if one.restarted]
-        news = [
-            News(
-                "Normal" if one.reason is Reason.DRAINING else "Warning", one.reason,
-                f"{one.key.role} group {one.key.group} restarts: {one.message}",
-            )
-            for one in restarted
-        ]  # fmt: skip
+        news = [_news_of_restart(one) for one in restarted]
         for one in restarted:
             self.metrics.restarts.labels(key.namespace, key.name, one.key.role.value).inc()
             log.warning(
@@ -278,6 +273,13 @@ def gpus_per_lane(step: Step) -> int:
     desired, before = step.desired, step.document.get("status", {})
     plan = read_status(before).plan if isinstance(desired, Refusal) else desired.plan
     return max(1, plan.decode.ranks // max(1, plan.decode.lanes)) if plan is not None else 1
+
+
+def _news_of_restart(decision: GroupDecision) -> News:
+    kind: Literal["Normal", "Warning"] = "Normal" if decision.reason is Reason.DRAINING else "Warning"
+    num_restarts = decision.stamp.restarts if decision.stamp else 0
+    group = f"{decision.key.role} group {decision.key.group}"
+    return News(kind, decision.reason, f"{group} restarts ({num_restarts} so far): {decision.message}", num_restarts)
 
 
 def _refusal(outcome: Outcome) -> Refusal | None:

@@ -55,6 +55,23 @@ async def test_a_killed_container_restarts_its_group_once(stage: Stage) -> None:
     assert (stage.group("decode")["restarts"], stage.num_restarts("decode")) == (1, 1)
 
 
+async def test_each_restart_is_told_and_each_return_to_ready(stage: Stage) -> None:
+    """However soon after the last one, and in the same words."""
+    await stage.settle()
+    for _ in range(3):
+        stage.server.kill(f"{DECODE}-1", message="out of memory")
+        await stage.settle()
+        stage.server.now_s += 60
+        await stage.settle()
+        assert stage.condition("Ready")[0] == "True"
+    told = sorted(stage.events("GroupRestarting"))
+    assert [message.partition(": ")[0] for message in told] == [
+        f"decode group 0 restarts ({count} so far)" for count in (1, 2, 3)
+    ]
+    assert len({message.partition(": ")[2] for message in told}) == 1
+    assert len(stage.events("Ready")) == 4
+
+
 async def test_a_drained_pod_takes_its_group_along_in_peace(stage: Stage) -> None:
     await stage.settle()
     stage.server.begin_to_delete(f"{DECODE}-0")
