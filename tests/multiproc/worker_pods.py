@@ -228,14 +228,23 @@ class Pod:
         ranks = by_parent.get(children.get("kimi-ranks", -1), {})
         return {name.removeprefix("kimi-"): pid for name, pid in {**children, **ranks}.items()}
 
+    def pids(self) -> list[int]:
+        return [self.process.pid, *self.children().values()]
+
     def cpu_s(self) -> float:
         """CPU time that all processes of the pod have used so far, in seconds."""
         ticks = 0
-        for pid in (self.process.pid, *self.children().values()):
+        for pid in self.pids():
             ticks += sum(
                 int(field) for field in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
             )
         return ticks / os.sysconf("SC_CLK_TCK")
+
+    def wakeups(self) -> int:
+        """How often a thread of ours went to sleep so far; gloo's loops wake every 10 ms whatever we do."""
+        threads = [thread for pid in self.pids() for thread in Path(f"/proc/{pid}/task").glob("*/status")]
+        fields = [dict(line.split(":\t") for line in thread.read_text().splitlines()) for thread in threads]
+        return sum(int(one["voluntary_ctxt_switches"]) for one in fields if one["Name"] != "gloo_tcp_loop")
 
     def wait_end(self, timeout_s: float = END_S) -> int:
         try:
@@ -349,3 +358,16 @@ def disturb(port: int) -> None:
                 stranger.sendall(noise)
                 stranger.shutdown(close)
                 stranger.recv(4096)
+
+
+def assert_idle(pods: list[Pod], lane: LaneClient) -> None:
+    """Nothing of the pods polls or spins while `lane` waits. Both bounds hold on a loaded machine too: a poll counts
+    the same there, and a thread that spins takes most of a core."""
+    wakeups, cpu_s, begun = sum(pod.wakeups() for pod in pods), sum(pod.cpu_s() for pod in pods), time.monotonic()
+    while (elapsed := time.monotonic() - begun) < 3.0:
+        lane.receive(3.0 - elapsed)  # returns at the first message
+    rate = (sum(pod.wakeups() for pod in pods) - wakeups) / elapsed
+    share = (sum(pod.cpu_s() for pod in pods) - cpu_s) / elapsed
+    # uvicorn looks at its clock ten times a second in each API process.
+    assert rate < 20 * len(pods) + 10, f"{len(pods)} idle pods woke {rate:.0f} times a second"
+    assert share < 0.3, f"{len(pods)} idle pods used {share:.0%} of a core"
