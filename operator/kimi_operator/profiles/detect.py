@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from kimi_operator.api.base import parse_bytes
-from kimi_operator.api.contradictions import num_partitions
+from kimi_operator.api.contradictions import PARTITIONS, num_partitions
 from kimi_operator.api.profile import (
     CardSpec,
     ComputePartition,
@@ -27,6 +27,8 @@ PARTITION_LABELS = ("amd.com/gpu.compute-memory-partition", "amd.com/compute-mem
 PASSED_THROUGH = ("vf-passthrough", "pf-passthrough")
 """Values of the label amd.com/gpu.mode with which a node gives its GPUs to virtual machines, not to containers."""
 CHIPS_WITHOUT_PROFILE = {"74a0": "MI300A", "75a8": "MI350P", "75b8": "MI350P"}
+MOST_DIES = 64
+"""Compute dies of a card at most, as the API has it; labels that count more count something else."""
 GIB = 2**30
 
 
@@ -60,6 +62,8 @@ class Share:
     compute_units: int
     parts: int
     """GPUs that the card is split into; 1 also for a virtual function that is less than its card."""
+    partition: PartitionSpec
+    """As labelled, or what makes so many parts of a card where no label tells."""
     is_virtual: bool
     counted_dies: int
     """Compute dies of the card, by the compute units of one where the labels tell."""
@@ -195,31 +199,40 @@ def share_of(seen: GpuLabels, candidates: Mapping[str, HardwareProfile]) -> Shar
     memory = seen.vram or card.memory
     if _exceeding(seen, card) != "vram":
         memory = min(memory, card.memory // parts)
-    is_die = seen.partition is not None and seen.partition.compute is ComputePartition.CPX
+    partition = seen.partition or _partition_into(parts)
     return Share(
         chip=profile.metadata.name,
         card=card,
         memory=memory,
         compute_units=seen.compute_units or card.compute_units // parts,
         parts=parts,
+        partition=partition,
         is_virtual=is_virtual,
-        counted_dies=parts if is_die else card.compute_dies,
+        counted_dies=parts if partition.compute is ComputePartition.CPX else card.compute_dies,
     )
 
 
 def _parts(seen: GpuLabels, card: CardSpec, *, is_virtual: bool) -> int:
     """GPUs that the card is split into. Older labellers name no partition, but count its compute units."""
-    units = seen.compute_units
-    counted = card.compute_units // units if units and card.compute_units % units == 0 else 1
+    counted = _times(card.compute_units, seen.compute_units)
     if seen.partition is not None:
         # Of some chips the number of dies is hearsay; the count of a die's compute units is not.
         is_counted = seen.partition.compute is ComputePartition.CPX and counted > 1
         return counted if is_counted else num_partitions(seen.partition.compute, card.compute_dies)
     if is_virtual:
         return 1
-    if units is None and seen.vram and card.memory % seen.vram == 0:
-        return card.memory // seen.vram
-    return counted
+    return counted if seen.compute_units is not None else _times(card.memory, seen.vram)
+
+
+def _times(whole: int, part: int | None) -> int:
+    """How many such parts make the whole; 1 where none do, or more than a card has dies."""
+    return whole // part if part and whole % part == 0 and whole // part <= MOST_DIES else 1
+
+
+def _partition_into(parts: int) -> PartitionSpec:
+    """How a card is split into so many GPUs. What is no mode's number is the card's number of dies."""
+    compute = next((mode for mode, number in PARTITIONS.items() if number == parts), ComputePartition.CPX)
+    return PartitionSpec(compute=ComputePartition(compute))
 
 
 def _fits(seen: GpuLabels, share: Share | None, profile: HardwareProfile) -> bool:
@@ -237,7 +250,7 @@ def _is_partition(seen: GpuLabels, share: Share | None, gpu: GpuSpec) -> bool:
         return seen.partition == gpu.partition
     if share is None:
         return gpu.partition.is_whole
-    return num_partitions(gpu.partition.compute, share.card.compute_dies) == share.parts
+    return num_partitions(gpu.partition.compute, (gpu.card or share.card).compute_dies) == share.parts
 
 
 def _notes(seen: GpuLabels, share: Share | None) -> Iterator[str]:

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from kimi_operator.api.base import dump
+from kimi_operator.api.contradictions import SLOWEST_MEMORY
 from kimi_operator.api.profile import Basis, HardwareProfile, HardwareProfileSpec, PartitionSpec
 from kimi_operator.errors import InvalidSpec, Problem
 from kimi_operator.profiles.detect import GpuLabels, Share, beyond_card, candidates_of, read_labels, share_of, stale
@@ -84,32 +85,45 @@ def _texts(field: str, value: object) -> dict[str, str]:
 def draft(facts: NodeFacts, profiles: Mapping[str, HardwareProfile], name: str | None = None) -> str:
     """YAML of a HardwareProfile for the node's GPUs, with a comment for each figure that is not known.
 
-    Raises InvalidSpec when the labels contradict each other or the card, or `name` is no name.
+    Raises InvalidSpec when labels and capacity contradict each other or the card, or `name` is no name.
     """
     if name is not None:
         _check_name("--name", name)
     labels = facts.labels
     candidates = candidates_of(labels, profiles)
     share = share_of(labels, candidates)
-    if share is not None and (problem := stale(labels, share) or beyond_card(labels, share)) is not None:
+    if share is not None and (problem := _contradiction(facts, share)) is not None:
         raise InvalidSpec((problem,))
-    partition = labels.partition or PartitionSpec()
     if share is None:
         spec, name = _of_unknown(facts), name or f"device-{labels.device_id}"
         head = f"# Device id {labels.device_id} is in no profile that describes its card."
-    elif share.is_whole and partition.is_whole:
+    elif share.is_whole and share.partition.is_whole:
         spec, name = _of_whole(facts, candidates[share.chip].spec, share), name or f"{share.chip}-site"
         head = f"# Profile {share.chip} matches it as it is; with two that match, name one in spec.hardware.profile."
     else:
-        part = "part" if partition.is_whole else str(partition).replace("_", "-")
+        part = "part" if share.partition.is_whole else str(share.partition).replace("_", "-")
         spec, name = _of_part(facts, candidates[share.chip].spec, share), name or f"{share.chip}-{part}"
         head = f"# Each is {share}{f', one of {share.parts}' if share.parts > 1 else ''}."
+        if labels.partition is None and share.parts > 1:
+            head += f"\n# No label names their partition: {share.partition} makes so many; check gpu.partition."
     return "".join(f"{line}\n" for line in (
         f"# Drafted from node {labels.node}: {facts.gpus} x {facts.resource}, device id {labels.device_id}.",
         head,
         f"# Fill in what is not measured, then check it: kimictl profile show {name} -f FILE",
         *_document(name, spec),
     ))  # fmt: skip
+
+
+def _contradiction(facts: NodeFacts, share: Share) -> Problem | None:
+    """Why labels and capacity cannot all be true."""
+    problem = stale(facts.labels, share) or beyond_card(facts.labels, share)
+    if problem is None and facts.gpus % share.parts:
+        return Problem(
+            f"status.capacity of node {facts.labels.node}", f"{facts.gpus} {facts.resource}",
+            f"a multiple of {share.parts}: each is {share}, one of {share.parts}",
+            "restart AMD's node labeller and device plugin on the node, which read its GPUs only when they start",
+        )  # fmt: skip
+    return problem
 
 
 def _of_whole(facts: NodeFacts, base: HardwareProfileSpec, share: Share) -> dict[str, Any]:
@@ -134,12 +148,15 @@ def _of_part(facts: NodeFacts, base: HardwareProfileSpec, share: Share) -> dict[
         "perNode": facts.gpus,
         "memory": min(share.memory, base.gpu.memory // share.parts),
         "computeUnits": share.compute_units,
-        "partition": dump(facts.labels.partition or PartitionSpec()),
+        "partition": dump(share.partition),
     }
     fraction = min(share.memory / share.card.memory, share.compute_units / share.card.compute_units)
     for rate in ("hbmBytesPerSecond", "bf16FlopsPerSecond"):
         if rate in gpu:
             gpu[rate] = int(gpu[rate] * fraction)
+    if gpu.get("hbmBytesPerSecond", SLOWEST_MEMORY) < SLOWEST_MEMORY:
+        # Of so little a share says less than a measurement.
+        del gpu["hbmBytesPerSecond"]
     match = {"deviceIds": [facts.labels.device_id], "vram": share.memory}
     if share.is_virtual:
         match["virtualDeviceIds"] = match["deviceIds"]
@@ -148,6 +165,9 @@ def _of_part(facts: NodeFacts, base: HardwareProfileSpec, share: Share) -> dict[
     for path in ("match.vram", "gpu.memory", "gpu.hbmBytesPerSecond", "gpu.bf16FlopsPerSecond"):
         if path.partition(".")[2] in gpu | match:
             sources[path], basis[path] = part, Basis.DERIVED.value
+        else:
+            sources.pop(path, None)
+            basis.pop(path, None)
     reported = ["gpu.perNode"] + (["gpu.computeUnits"] if facts.labels.compute_units else [])
     if share.counted_dies != share.card.compute_dies:
         gpu["card"] = gpu["card"] | {"computeDies": share.counted_dies}

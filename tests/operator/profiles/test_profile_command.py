@@ -18,7 +18,7 @@ from kimi_operator.api import HardwareProfile, parse
 from kimi_operator.cli import main
 from kimi_operator.errors import InvalidSpec
 from kimi_operator.profiles import built_in_profiles
-from kimi_operator.profiles.detect import Match, detect
+from kimi_operator.profiles.detect import Match, detect, misfit
 from kimi_operator.profiles.draft import draft, read_node
 from node_labels import labelled, node, older_labels
 
@@ -159,7 +159,16 @@ def test_a_partition_is_drafted_as_what_it_is(  # noqa: PLR0917 - fixtures and p
         parse(HardwareProfile, document)
 
 
-@pytest.mark.parametrize("labels", [CPX, labelled("74a1", "192G", 38, "cpx_nps4"), labelled("74b5", "24G", 38)])
+@pytest.mark.parametrize(
+    "labels",
+    [
+        CPX,
+        labelled("74a1", "192G", 38, "cpx_nps4"),
+        labelled("74b5", "24G", 38),
+        older_labels("74a1", "192G", 38, 64),
+        older_labels("74a2", "192G", 10, 64),
+    ],
+)
 def test_a_draft_that_is_filled_in_matches_its_node(run: Run, tmp_path: Path, labels: dict[str, str]) -> None:
     _, document = drafted(run, tmp_path, node(labels, 64))
     document["spec"]["reserve"] = MEASURED_RESERVE
@@ -230,6 +239,20 @@ def test_what_is_no_gpu_node_is_refused(run: Run, tmp_path: Path, document: dict
     assert words in err
 
 
+def test_more_or_fewer_gpus_than_whole_cards_make_are_refused(run: Run, tmp_path: Path) -> None:
+    status, out, err = run("from-node", saved(tmp_path, node(CPX, 9)))
+    assert (status, out) == (2, "")
+    assert "status.capacity of node gpu-1: got 9 amd.com/gpu, expected a multiple of 8: each is a GPU with 24 of" in err
+    assert "restart AMD's node labeller and device plugin on the node" in err
+
+
+def test_a_partition_that_no_label_names_is_told_by_its_count(run: Run, tmp_path: Path) -> None:
+    text, document = drafted(run, tmp_path, node(older_labels("74a1", "192G", 152, 16), 16))
+    assert document["metadata"]["name"] == "mi300x-dpx-nps1"
+    assert document["spec"]["gpu"]["partition"] == {"compute": "DPX", "memory": "NPS1"}
+    assert "# No label names their partition: dpx_nps1 makes so many; check gpu.partition." in text
+
+
 @pytest.mark.parametrize(("text", "words"), [("{", "no YAML or JSON"), ("- 1\n", "got list"), ("", "got 0 documents")])
 def test_what_is_no_document_is_refused(run: Run, tmp_path: Path, text: str, words: str) -> None:
     path = tmp_path / "node.yaml"
@@ -250,29 +273,38 @@ def test_a_bad_name_and_a_missing_file_are_refused(run: Run, tmp_path: Path) -> 
         assert "No such file" in err
 
 
-DEVICES = st.sampled_from(["74a1", "74b5", "74a2", "75a3", "7777", "0000"])
-PARTITIONS = st.sampled_from(["spx_nps1", "dpx_nps1", "dpx_nps2", "qpx_nps1", "cpx_nps4", "cpx_nps1", None])
-SIZES = st.sampled_from(["24G", "48G", "96G", "144G", "192G", "256G", "288G", None])
-UNITS = st.sampled_from([10, 20, 38, 76, 80, 128, 152, 256, 304, None])
+DEVICES = st.sampled_from(["74a1", "74b5", "74a2", "74b6", "75a3", "7777", "0000"])
+PARTITIONS = st.sampled_from(["spx_nps1", "dpx_nps1", "dpx_nps2", "tpx_nps1", "qpx_nps1", "cpx_nps4", "cpx_nps1", None])
+SIZES = st.sampled_from(["1G", "23G", "24G", "48G", "96G", "144G", "192G", "193G", "256G", "288G", None])
+UNITS = st.sampled_from([1, 10, 20, 38, 76, 80, 101, 128, 152, 256, 300, 304, None])
 
 
 @settings(max_examples=200, deadline=None)
-@given(DEVICES, SIZES, UNITS, PARTITIONS, st.sampled_from([1, 8, 64]))
+@given(DEVICES, SIZES, UNITS, PARTITIONS, st.sampled_from([1, 8, 63, 64]))
 @example("74a2", "24G", 128, None, 64).via("more compute units than the card has, and no partition")
 @example("74b6", "192G", 304, None, 64).via("the same of a virtual function")
 @example("74a2", "256G", 80, None, 64).via("more memory than the card has")
 @example("74a2", "256G", 20, "cpx_nps1", 64).via("the same with a partition")
 @example("74a2", "193G", None, None, 64).via("a little more, which no rounding explains")
+@example("74a1", "192G", 76, None, 64).via("a partition that only its compute units tell")
+@example("74a2", "24G", 10, None, 64).via("the same of more dies than the card is said to have")
+@example("75a3", "96G", None, None, 63).via("a partition that only its memory tells")
+@example("74a1", "24G", 38, "cpx_nps4", 1).via("fewer GPUs than a card is split into")
+@example("74a1", None, 1, "cpx_nps1", 64).via("more dies than a card can have")
+@example("74b5", "192G", 1, None, 8).via("so small a part that its bandwidth is none of a GPU")
 def test_every_draft_says_only_what_is_known(
     device: str, vram: str | None, units: int | None, partition: str | None, gpus: int
 ) -> None:
-    """A draft either is a profile, or what it lacks stands in it as not measured."""
-    facts = read_node(node(labelled(device, vram, units, partition), gpus))
+    """A draft is a profile that its node has, or what it lacks stands in it as not measured."""
+    labels = labelled(device, vram, units, partition)
+    facts = read_node(node(labels, gpus))
     try:
         text = draft(facts, built_in_profiles())
     except InvalidSpec as error:
         (problem,) = error.problems
-        assert problem.field.startswith("label amd.com/gpu.")
+        assert problem.field.startswith(
+            "label amd.com/gpu." if "GPUs only" not in problem.remedy else "status.capacity"
+        )
         assert "restart AMD's node labeller" in problem.remedy
         return
     spec = yaml.safe_load(text)["spec"]
@@ -282,8 +314,9 @@ def test_every_draft_says_only_what_is_known(
     spec.setdefault("reserve", {"contexts": "1Mi", "activations": "1Mi"})
     open_fields = [field for field in ("architecture", "memory") if field not in spec["gpu"]]
     assert all(f"# {field}: not measured" in text for field in open_fields)
-    if not open_fields and gpus == 64:
-        parse(HardwareProfile, yaml.safe_load(text) | {"spec": spec})
+    if not open_fields:
+        profile = parse(HardwareProfile, yaml.safe_load(text) | {"spec": spec})
+        assert misfit("gpu-1", labels, profile, {**built_in_profiles(), profile.metadata.name: profile}) is None
 
 
 def test_dies_that_a_partitioned_node_counts_are_the_cards(tmp_path: Path, run: Run) -> None:
