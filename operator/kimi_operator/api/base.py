@@ -33,6 +33,7 @@ class ApiModel(BaseModel):
         frozen=True,
         extra="forbid",
         strict=True,
+        defer_build=True,
     )
 
 
