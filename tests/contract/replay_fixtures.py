@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import hypothesis
 import pytest
 import uvicorn
 from fastapi import FastAPI
@@ -20,10 +19,6 @@ from kimi_worker.server.app import create_app
 from kimi_worker.server.text import Tokenizer
 from kimi_worker.settings import PodIdentity, RouterSettings, WorkerSettings
 from replay_engine import ReplayEngine, Script, replay
-
-# how long an example takes says more about the machine than about the code
-hypothesis.settings.register_profile("no-deadline", deadline=None)
-hypothesis.settings.load_profile("no-deadline")
 
 WORDS = ["hello", " world", " stop", " the", " answer", " is", "message", "response", "think", " role", "user"]
 SPECIAL = ["[BOS]", "[EOS]", "<|end_of_msg|>", "<|open|>", "<|close|>", "<|sep|>"]

@@ -48,7 +48,7 @@ def test_chunk_holds_when_channels_decay_at_opposite_ends(draw: Draw, close: Clo
     close(kda.chunk(q, k, v, g, beta, state, SCALE)[0], expected)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(cuts=st.lists(st.integers(1, 69), max_size=4, unique=True), single=st.booleans())
 def test_any_cut_of_a_sequence_gives_the_same(cuts: list[int], single: bool) -> None:
     generator = torch.Generator().manual_seed(5)

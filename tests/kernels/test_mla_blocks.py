@@ -39,7 +39,7 @@ def decode_case(seed: int, lengths: tuple[int, ...], page: int, heads: int) -> d
     return {"q_latent": 3 * normal(seed, len(lengths), heads, rank + rope), "cache": cache, "table": table}
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     sizes=st.tuples(st.integers(1, 50), st.integers(1, 50)), page=st.sampled_from([1, 4, 16]), heads=st.integers(1, 3),
     budget=st.integers(1, 60_000), seed=st.integers(0, 99),
@@ -55,7 +55,7 @@ def test_any_blocks_of_a_prompt_give_the_same(
     torch.testing.assert_close(got, expected, **TIGHT)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     lengths=st.lists(st.integers(1, 70), min_size=1, max_size=6), page=st.sampled_from([1, 4, 16]),
     heads=st.integers(1, 3), budget=st.integers(1, 60_000), seed=st.integers(0, 99),

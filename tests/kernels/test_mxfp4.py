@@ -49,7 +49,7 @@ def test_ties_go_to_the_even_code_and_large_values_saturate(power: int) -> None:
     assert got[: len(values)].tolist() == [value * 2.0**power for value in expected]
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @example([1.4e-45] * 32)
 @given(st.lists(st.floats(-1e4, 1e4, width=32), min_size=32, max_size=32))
 def test_each_value_becomes_the_nearest_of_its_group(values: list[float]) -> None:
@@ -65,7 +65,7 @@ def test_each_value_becomes_the_nearest_of_its_group(values: list[float]) -> Non
     assert torch.equal((weight.double() - got).abs(), nearest)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.lists(st.floats(-1e4, 1e4, width=32), min_size=64, max_size=64))
 def test_rounding_twice_changes_nothing(values: list[float]) -> None:
     first = mxfp4.quantise(torch.tensor(values, dtype=torch.float32).view(2, 32))

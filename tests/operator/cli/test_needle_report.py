@@ -5,7 +5,7 @@ import json
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from kimi_operator.cli.ask import Answer
 from kimi_operator.cli.compare import compare
@@ -76,7 +76,6 @@ def test_a_failed_reference_is_a_difference() -> None:
     assert "the reference failed: 500" in str(compare(answer(), answer(error="500: x"), bound=1.0).reason)
 
 
-@settings(deadline=None)
 @given(values=st.lists(st.floats(0, 10) | st.none(), max_size=20), share=st.sampled_from([0.5, 0.95, 1.0]))
 def test_percentile_matches_its_definition(values: list[float | None], share: float) -> None:
     known = [value for value in values if value is not None]

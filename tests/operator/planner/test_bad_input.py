@@ -142,7 +142,7 @@ NONSENSE = (
 )
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(
     target=st.sampled_from(
         [("spec", path) for path in (*leaves(SPEC), *MORE_FIELDS)]

@@ -67,7 +67,7 @@ def by_brute_force(role: RolePlan, tokens: int, limit: int) -> int:
     return seqs
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(prompt=st.integers(1, 200_000), output=st.integers(1, 50_000))
 def test_a_lane_runs_what_slots_and_pages_hold_of_one_length(prompt: int, output: int) -> None:
     made = plan({"prompt": {"fixed": prompt}, "output": {"fixed": output}})
@@ -209,7 +209,7 @@ WORKLOADS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(WORKLOADS, st.sampled_from(sorted(PROFILES)), st.sampled_from([None, 4096, 131_072]))
 def test_every_workload_gets_a_plan_that_adds_up_or_a_reason(
     workload: dict[str, Any], name: str, longest: int | None
@@ -228,7 +228,7 @@ def test_every_workload_gets_a_plan_that_adds_up_or_a_reason(
     assert all(made.warnings)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(1, 400_000), st.integers(0, 100_000), st.integers(1, 500), st.integers(0, 500))
 def test_longer_requests_never_run_more_and_more_load_never_fewer(
     prompt: int, longer: int, concurrency: int, more: int

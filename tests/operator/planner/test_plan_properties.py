@@ -81,7 +81,7 @@ def pool_bytes(plan: Plan, role: Role) -> int:
     return planned.num_pages * planned.page_bytes + planned.num_state_slots * planned.slot_bytes
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(ask=asked(**LIMITED), more=st.integers(1, 64 * GIB))
 def test_more_memory_never_gives_a_smaller_pool(ask: Asked, more: int) -> None:
     small, large = ask.plan(), replace(ask, spare=ask.spare + more).plan()
@@ -94,7 +94,7 @@ def test_more_memory_never_gives_a_smaller_pool(ask: Asked, more: int) -> None:
         assert large.role(role).max_model_len >= small.role(role).max_model_len
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(ask=asked(**LEFT_TO_THE_PLAN), more=st.integers(1, 64 * GIB))
 def test_more_memory_never_makes_the_plan_choose_less(ask: Asked, more: int) -> None:
     """Where the plan chooses, a further slot may take pages, but never more than a page of the pool as a whole."""
@@ -107,7 +107,7 @@ def test_more_memory_never_makes_the_plan_choose_less(ask: Asked, more: int) -> 
         assert pool_bytes(large, role) > pool_bytes(small, role) - small.role(role).page_bytes
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(ask=asked(**LEFT_TO_THE_PLAN))
 @example(ask=ONE_LONG)
 def test_the_plan_chooses_the_most_that_hold_their_context_and_finds_some_where_one_fits(ask: Asked) -> None:
@@ -123,7 +123,7 @@ def test_the_plan_chooses_the_most_that_hold_their_context_and_finds_some_where_
         assert isinstance(more, Infeasible) or more.decode.num_pages < (seqs + 1) * context_pages
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(ask=asked(**LIMITED), fewer=st.integers(1, 32))
 def test_more_running_requests_never_leave_more_pages(ask: Asked, fewer: int) -> None:
     more = ask.plan()
@@ -136,7 +136,7 @@ def test_more_running_requests_never_leave_more_pages(ask: Asked, fewer: int) ->
     assert less.prefill.num_pages == more.prefill.num_pages
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(ask=asked(max_model_len=st.integers(1, K3.max_positions)), shorter=st.integers(1, K3.max_positions))
 def test_a_shorter_length_fits_where_a_longer_one_does(ask: Asked, shorter: int) -> None:
     long = ask.plan()
@@ -150,7 +150,7 @@ def test_a_shorter_length_fits_where_a_longer_one_does(ask: Asked, shorter: int)
             assert short.role(role).num_pages == long.role(role).num_pages
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(ask=asked())
 def test_planning_a_plan_again_changes_nothing(ask: Asked) -> None:
     """Writing the plan's own choices into the spec gives the same plan."""
@@ -163,7 +163,7 @@ def test_planning_a_plan_again_changes_nothing(ask: Asked) -> None:
     assert replace(ask, max_model_len=first.decode.max_model_len, **choices).plan() == first
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(ask=asked())
 @example(ask=UNEVEN)
 def test_a_plan_spends_exactly_the_memory_and_holds_one_longest_request(ask: Asked) -> None:

@@ -234,7 +234,7 @@ def test_solving_with_what_was_solved_changes_nothing() -> None:
             assert (again.max_num_seqs, again.num_units) == (solution.max_num_seqs, solution.num_units), seed
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(free_gib=st.integers(1, 100), tokens=st.integers(2, 200_000), seqs=st.integers(1, 64))
 def test_nothing_is_spent_twice(free_gib: int, tokens: int, seqs: int) -> None:
     """Slots, pages that run and what is unused make up the memory, to the byte."""

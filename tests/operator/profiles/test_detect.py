@@ -261,7 +261,7 @@ VALUES = st.one_of(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.dictionaries(KEYS, VALUES, max_size=8))
 def test_every_node_gets_a_verdict(labels: dict[str, str]) -> None:
     verdict = detect("gpu-1", labels, BUILT_IN)

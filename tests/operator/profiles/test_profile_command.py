@@ -279,7 +279,7 @@ SIZES = st.sampled_from(["1G", "23G", "24G", "48G", "96G", "144G", "192G", "193G
 UNITS = st.sampled_from([1, 10, 20, 38, 76, 80, 101, 128, 152, 256, 300, 304, None])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(DEVICES, SIZES, UNITS, PARTITIONS, st.sampled_from([1, 8, 63, 64]))
 @example("74a2", "24G", 128, None, 64).via("more compute units than the card has, and no partition")
 @example("74b6", "192G", 304, None, 64).via("the same of a virtual function")

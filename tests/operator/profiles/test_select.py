@@ -153,7 +153,7 @@ VALUES = st.sampled_from(["74a1", "74a5", "74b5", "75a3", "192G", "24G", "256G",
 LABELS = st.dictionaries(NAMES.map("amd.com/gpu.{}".format), VALUES | st.text(max_size=6), max_size=5)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(LABELS | st.sampled_from([MI300X, CPX, OLD_CPX, {}]), max_size=6))
 def test_every_cluster_has_a_profile_or_reasons_and_the_profiles_own_nodes_are_not_foreign(
     labels: list[dict[str, str]],

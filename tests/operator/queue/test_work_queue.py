@@ -189,7 +189,7 @@ def test_no_more_than_the_pool_run_at_once() -> None:
     run_virtual(main)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     marks=st.lists(st.tuples(st.sampled_from("abc"), st.floats(0, 5), st.floats(0, 20)), min_size=1, max_size=40),
     takes_s=st.floats(0, 3),

@@ -6,7 +6,7 @@ from typing import Any
 
 import httpx
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from kimi_worker.protocol.openai import ApiError, ChatRequest, CompletionRequest, read_request
 from kimi_worker.server.work import Intake
@@ -217,7 +217,7 @@ FIELDS = st.sampled_from(sorted({*ChatRequest.model_fields, *CompletionRequest.m
 
 
 @given(changes=st.dictionaries(FIELDS, JSON, max_size=4), is_chat=st.booleans())
-@settings(max_examples=400, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=400)
 def test_any_json_is_work_or_a_named_error(intake: Intake, changes: dict[str, Any], is_chat: bool) -> None:
     body = json.dumps({**(chat_body() if is_chat else {"prompt": "hello"}), **changes}).encode()
     try:
