@@ -31,7 +31,9 @@ down: ## End the demo's cluster
 	@test ! -x $(BIN)/localcluster || $(BIN)/localcluster down
 
 check: setup ## Formatting, lint, types and import contracts (seconds)
-	@$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/mypy && $(BIN)/lint-imports
+	@echo "==> check: format and lint" && $(BIN)/ruff format --check . && $(BIN)/ruff check .
+	@echo "==> check: types (about 10 s, 60 s the first time)" && $(BIN)/mypy
+	@echo "==> check: imports" && $(BIN)/lint-imports
 
 test: check ## Set up everything and pass all tests
 	@$(BIN)/localcluster build

@@ -206,12 +206,14 @@ def test_a_broken_worker_restarts_its_whole_group_and_a_new_spec_replaces_it(
     assert annotations["kimi-operator.io/restarts-in-a-row"] == "0"
 
 
-def test_a_shortage_of_nodes_is_counted(operator: Cluster, namespace: str) -> None:
+def test_a_shortage_of_nodes_is_counted_and_mended(operator: Cluster, namespace: str) -> None:
     spec = deployment()["spec"]
     operator.apply(deployment(decode=spec["decode"] | {"groups": 2}), namespace=namespace)
     found = wait_for_condition(operator, namespace, "CapacityAvailable", "False", "InsufficientCapacity")
     assert found["message"].startswith("needs 6 nodes x 2 amd.com/gpu, 4 free; k3-")
     assert "0/4 nodes are available" in found["message"]
+    operator.apply(deployment(), namespace=namespace)
+    wait_for_condition(operator, namespace, "CapacityAvailable", "True", "CapacitySufficient")
 
 
 def test_pods_that_the_namespace_refuses_are_told_in_its_words(operator: Cluster, namespace: str) -> None:
@@ -311,6 +313,10 @@ REJECTIONS = {
     "unknown field": ("spec.decode.replicas", 2, "spec.decode.replicas: field not declared"),
     "wrong type": ("spec.decode.groups", "two", "spec.decode.groups"),
     "no groups": ("spec.decode.groups", 0, "spec.decode.groups"),
+    "no ranks of a lane": ("spec.prefill.tensorParallel", 0, "greater than or equal to 1"),
+    "no GPUs": ("spec.decode.gpusPerNode", 0, "spec.decode.gpusPerNode in body should be greater than or equal to 1"),
+    "no nodes": ("spec.decode.nodesPerGroup", 0, "greater than or equal to 1"),
+    "more nodes than can be counted": ("spec.decode.nodesPerGroup", 2**62, "less than or equal to 64"),
     "relative path": ("spec.model.checkpoint.hostPath.path", "models", "spec.model.checkpoint.hostPath.path"),
     "experts": ("spec.decode.nodesPerGroup", 3, "must divide the routed experts (896 of kimi-k3, 8 of kimi-k3-tiny)"),
     "too long": ("spec.model.maxModelLen", 8193, "8,192 of kimi-k3-tiny"),
@@ -323,6 +329,7 @@ def test_the_api_server_rejects_what_cannot_be_meant(operator: Cluster, path: st
     with pytest.raises(CommandError) as refused:
         operator.kubectl("apply", "--server-side", "--dry-run=server", "-f", "-", stdin=yaml.safe_dump(bad))
     assert words in refused.value.output
+    assert "evaluating rule" not in refused.value.output, "a rule that cannot be evaluated explains nothing"
 
 
 TOO_LARGE = ("spec.model.architecture", "kimi-k3")
@@ -377,7 +384,8 @@ def test_what_cannot_fit_is_refused_at_apply_and_without_the_webhook_all_goes_on
         operator.kubectl("delete", "kimideployment/large", "-n", namespace, timeout_s=PATIENT_S)
         scale_operator(operator, 2)
         # It was taken while nobody was asked; the loop refuses it all the same, and it can be edited and deleted.
-        wait_for_condition(operator, namespace, "PlanResolved", "False", "DoesNotFit")
+        refused = wait_for_condition(operator, namespace, "PlanResolved", "False", "DoesNotFit")
+        assert "spec.decode.maxNumSeqs: got 17, expected at most 16" in refused["message"]
         operator.apply(set_path(many, "spec.router.replicas", 2), namespace=namespace)
         operator.kubectl("delete", "kimideployment/k3", "-n", namespace, timeout_s=PATIENT_S)
     finally:
