@@ -15,6 +15,12 @@ PARTITIONS = {"SPX": 1, "DPX": 2, "TPX": 3, "QPX": 4}
 """GPUs that a mode makes of a card; CPX makes one of each compute die."""
 SLOWEST_MEMORY = 10**11
 """Bytes a second: below it stands a figure in GB/s or TB/s."""
+_SLOWEST = {
+    "gpu.hbmBytesPerSecond": (SLOWEST_MEMORY, "bytes", "5.3 TB/s as 5300000000000"),
+    "gpu.bf16FlopsPerSecond": (10**12, "operations", "1307.4 TFLOPS as 1307400000000000"),
+    "fabric.nicBytesPerSecond": (10**8, "bytes", "400 Gb/s as 50000000000"),
+}
+"""Least of each rate, its unit and how to write it: what is less was stated with a prefix."""
 
 
 def num_partitions(compute: str, compute_dies: int) -> int:
@@ -99,12 +105,16 @@ def _reserve(where: str, spec: HardwareProfileSpec) -> Iterator[Problem]:
 
 
 def _rates(where: str, spec: HardwareProfileSpec) -> Iterator[Problem]:
-    rate = spec.gpu.hbm_bytes_per_second
-    if rate is not None and spec.runtime.device == "cuda" and rate < SLOWEST_MEMORY:
-        yield Problem(
-            f"{where}.gpu.hbmBytesPerSecond", f"{rate:,}", f"bytes a second, at least {SLOWEST_MEMORY:,} on a GPU",
-            "write 5.3 TB/s as 5300000000000, or leave it out while it is unknown",
-        )  # fmt: skip
+    if spec.runtime.device != "cuda":
+        return
+    stated = spec.figures()
+    for path, (least, unit, remedy) in _SLOWEST.items():
+        rate = int(stated.get(path, least))
+        if rate < least:
+            yield Problem(
+                f"{where}.{path}", f"{rate:,}", f"{unit} a second, at least {least:,} on a GPU",
+                f"write {remedy}, or leave it out while it is unknown",
+            )  # fmt: skip
 
 
 def _runtime(where: str, spec: HardwareProfileSpec) -> Iterator[Problem]:

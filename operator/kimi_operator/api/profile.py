@@ -17,7 +17,9 @@ from kimi_operator.api.pod import EnvVar, Path, Resources, Source
 from kimi_operator.errors import InvalidSpec
 
 DeviceId = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{4}$", max_length=4)]
-PositiveCount = Annotated[int, Field(ge=1)]
+# Far above any hardware: a larger figure is a slip of the keyboard.
+BytesPerSecond = Annotated[int, Field(ge=1, le=10**15)]
+FlopsPerSecond = Annotated[int, Field(ge=1, le=10**18)]
 
 
 class Device(StrEnum):
@@ -210,9 +212,9 @@ class GpuSpec(ApiModel):
     )
     per_node: int = Field(ge=1, le=64, description="GPUs of a node.")
     memory: Bytes = Field(description="Memory of a GPU that programs see.")
-    hbm_bytes_per_second: int | None = Field(default=None, ge=1, description="Peak memory bandwidth.")
-    bf16_flops_per_second: int | None = Field(
-        default=None, ge=1, description="Peak of dense bfloat16 matrix products, in operations a second."
+    hbm_bytes_per_second: BytesPerSecond | None = Field(default=None, description="Peak memory bandwidth.")
+    bf16_flops_per_second: FlopsPerSecond | None = Field(
+        default=None, description="Peak of dense bfloat16 matrix products, in operations a second."
     )
     compute_units: int | None = Field(default=None, ge=1, le=4096, description="Compute units of a GPU.")
     card: CardSpec | None = Field(default=None, description="The card that a GPU is the whole or a part of.")
@@ -257,7 +259,7 @@ class FabricSpec(ApiModel):
         default="none", description="read_back where a completed write may not yet be visible remotely (RoCE)."
     )
     nics_per_node: int | None = Field(default=None, ge=1, le=64, description="Network cards of a node for RDMA.")
-    nic_bytes_per_second: int | None = Field(default=None, ge=1, description="Peak bandwidth of a card, each way.")
+    nic_bytes_per_second: BytesPerSecond | None = Field(default=None, description="Peak bandwidth of a card, each way.")
 
 
 class ReserveSpec(ApiModel):

@@ -89,7 +89,7 @@ class BlockPool:
 
     def longest(self, num_units: int) -> int:
         """Tokens that fill so many blocks beside the state's."""
-        return max(0, num_units - self.layout.state_groups) // self.layout.row_groups * self.layout.block_tokens
+        return self.layout.longest(num_units)
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ class Use(StrEnum):
     """What a measured point is for."""
 
     FITTED = "fitted"
-    HELD_OUT = "held out"
+    HELD_OUT = "heldOut"
 
 
 class Nearness(StrEnum):

@@ -8,12 +8,13 @@ from functools import cache
 
 from pydantic.alias_generators import to_camel
 
-from kimi_operator.api.profile import DType, HardwareProfileSpec
+from kimi_operator.api.profile import Device, DType, HardwareProfileSpec, RuntimeSpec
 from kimi_operator.planner.architecture import Architecture
 from kimi_operator.planner.tensors import Part, Placement, tensor_table
 from kimi_operator.planner.units import bytes_text
 
 ITEMSIZE = {DType.FLOAT32: 4, DType.BFLOAT16: 2}
+GRAPHS_LABEL = "captured graphs"
 STATE_ITEMSIZE = 4
 """The KDA state is float32 everywhere."""
 
@@ -46,6 +47,12 @@ _EXPERT_BITS = {
     ExpertFormat.BFLOAT16: (16, 0),
 }
 """Bits a weight, and bits of the scale that a group of weights shares."""
+
+
+def expert_format(runtime: RuntimeSpec) -> ExpertFormat:
+    """How the bundled worker holds routed experts."""
+    # A CPU takes longer to decode a weight than to multiply with it: there the worker decodes them once, at load.
+    return ExpertFormat.MXFP4 if runtime.device is Device.CUDA else ExpertFormat(runtime.dtype.value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,9 +164,7 @@ _RESERVES = (
         unused="kept free: the bundled worker exchanges over torch.distributed, without this heap",
     ),
     _Reserve("activations", "activations", "the largest step is not counted"),
-    _Reserve(
-        "graphs", "captured graphs", "no graphs are captured", unused="kept free: the bundled worker captures none"
-    ),
+    _Reserve("graphs", GRAPHS_LABEL, "no graphs are captured", unused="kept free: the bundled worker captures none"),
     _Reserve("staging", "handoff staging", "none: a handoff writes from pages and slots straight into pages and slots"),
     _Reserve("margin", "reserve", "nothing is left free on purpose", stays_free=True),
 )

@@ -11,6 +11,7 @@ from kimi_operator.planner.memory import GroupShape
 from kimi_operator.planner.predict import Calibration, roofline_s
 from kimi_operator.planner.roofline import DecodeLoad, PrefillLoad, Setup
 from kimi_operator.planner.space import Layout
+from kimi_operator.planner.units import ceil_div
 from kimi_operator.planner.workload import Workload
 
 
@@ -47,7 +48,7 @@ class Forecast:
         del prefill
         work, shape = self.workload, layout.prefill
         running = min(decode.running, work.running or decode.running)
-        load = DecodeLoad(-(-running // layout.decode_groups), work.mean_context)
+        load = DecodeLoad(ceil_div(running, layout.decode_groups), work.mean_context)
         decoded = running / self._time_s(self.setup(layout.decode, Role.DECODE), load)
         computed, reused = work.computed_and_reused(work.prompt.mean)
         busy = PrefillLoad(computed, reused, self.chunk_tokens, busy_lanes=shape.lanes)

@@ -18,9 +18,8 @@ from kimi_operator.planner.architecture import Architecture
 from kimi_operator.planner.case import Solution
 from kimi_operator.planner.demand import Demand, Speed, binds_text, lengths_text, read_demand, shortfalls, solve_role
 from kimi_operator.planner.layout import check_layout
-from kimi_operator.planner.memory import ExpertFormat, MemoryLine
+from kimi_operator.planner.memory import ExpertFormat, MemoryLine, expert_format
 from kimi_operator.planner.pools import Room, Settings, cut_pools, pool_lines
-from kimi_operator.profiles.support import support_problem, support_warning
 
 KV_DTYPES = {KvPrecision.BF16: DType.BFLOAT16, KvPrecision.FP32: DType.FLOAT32}
 
@@ -66,7 +65,7 @@ class Plan:
     workload: str = ""
     """Lengths that were planned for; empty where none are stated."""
     warnings: tuple[str, ...] = ()
-    """What to say beside the plan, such as hardware that the bundled worker was never run on."""
+    """What to say beside the plan, such as targets that it misses."""
 
     def role(self, role: Role) -> RolePlan:
         """The plan of one role."""
@@ -99,8 +98,6 @@ def make_plan(
     With spec.workload, running requests of a lane are solved for it; its targets need `speed`, the predictions.
     """
     settings, problems = _settings(architecture, spec, profile.spec)
-    if unsupported := support_problem(profile):
-        problems += (unsupported,)
     problems += check_layout(architecture, spec, profile.spec)
     demand = None
     try:
@@ -154,19 +151,17 @@ def _plan(s: Settings, profile: HardwareProfile, cuts: list[_Cut], demand: Deman
         profile=profile.metadata.name,
         dtype=s.profile.runtime.dtype,
         kv_cache_dtype=s.kv_dtype,
-        experts=s.expert_format,
+        experts=expert_format(s.profile.runtime),
         transport=s.transport,
         gpus=gpus,
         prefill=plans[Role.PREFILL],
         decode=plans[Role.DECODE],
         workload=lengths_text(demand.workload) if demand else "",
-        warnings=tuple(_warnings(s, profile, cuts, demand)),
+        warnings=tuple(_warnings(s, cuts, demand)),
     )
 
 
-def _warnings(s: Settings, profile: HardwareProfile, cuts: list[_Cut], demand: Demand | None) -> Iterator[str]:
-    if warning := support_warning(profile):
-        yield warning
+def _warnings(s: Settings, cuts: list[_Cut], demand: Demand | None) -> Iterator[str]:
     if demand is not None:
         yield from demand.warnings
     for cut in cuts:

@@ -5,22 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kimi_operator.api.deployment import KimiDeploymentSpec, Role, Transport
-from kimi_operator.api.profile import Device, DType, HardwareProfileSpec
+from kimi_operator.api.profile import DType, HardwareProfileSpec
 from kimi_operator.errors import Problem
 from kimi_operator.planner.architecture import Architecture
 from kimi_operator.planner.layout import MAX_NODES, nearest_layout
 from kimi_operator.planner.memory import (
     ITEMSIZE,
-    ExpertFormat,
     GroupShape,
     MemoryLine,
+    expert_format,
     page_bytes,
     reserve_lines,
     row_bytes,
     slot_bytes,
     weight_lines,
 )
-from kimi_operator.planner.units import bytes_text
+from kimi_operator.planner.units import bytes_text, ceil_div
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +32,6 @@ class Settings:
     profile: HardwareProfileSpec
     kv_dtype: DType
     transport: Transport
-
-    @property
-    def expert_format(self) -> ExpertFormat:
-        """How the worker holds routed experts on this device."""
-        if self.profile.runtime.device is Device.CUDA:
-            return ExpertFormat.MXFP4
-        # A CPU takes longer to decode a weight than to multiply with it: the worker decodes them once, at load.
-        return ExpertFormat.FLOAT32 if self.profile.runtime.dtype is DType.FLOAT32 else ExpertFormat.BFLOAT16
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,25 +89,26 @@ def measure(s: Settings, shape: GroupShape) -> Units:
         free=s.profile.gpu.memory - sum(line.bytes for line in fixed_lines(s, shape)),
         slot_bytes=slot_bytes(s.architecture, shape.tensor_parallel, s.profile.runtime.dtype),
         page_bytes=page_bytes(s.architecture, page_size, s.kv_dtype),
-        pages_needed=-(-(s.spec.model.max_model_len or 1) // page_size),
+        pages_needed=ceil_div(s.spec.model.max_model_len or 1, page_size),
     )
 
 
 def fixed_lines(s: Settings, shape: GroupShape) -> tuple[MemoryLine, ...]:
     """What is spent before any pool: weights and reserves."""
-    weights = weight_lines(s.architecture, shape, s.expert_format, s.profile.runtime.dtype)
+    runtime = s.profile.runtime
+    weights = weight_lines(s.architecture, shape, expert_format(runtime), runtime.dtype)
     return weights + reserve_lines(s.profile)
 
 
 def num_slots(max_num_seqs: int) -> int:
     """Running requests, and a quarter more (at least one) for those that a handoff has reserved."""
-    return max_num_seqs + max(1, -(-max_num_seqs // 4))
+    return max_num_seqs + max(1, ceil_div(max_num_seqs, 4))
 
 
 def _choose_seqs(s: Settings, units: Units) -> int:
     """As many as have a slot and the profile's context each, beside nothing else; at least one."""
     limits = s.profile.limits
-    context_pages = -(-limits.context_tokens_per_seq // limits.page_size_tokens)
+    context_pages = ceil_div(limits.context_tokens_per_seq, limits.page_size_tokens)
     for seqs in range(limits.max_num_seqs, 1, -1):
         pages = max(units.pages_needed, seqs * context_pages)
         if num_slots(seqs) * units.slot_bytes + pages * units.page_bytes <= units.free:

@@ -28,6 +28,7 @@ from kimi_operator.planner.roofline import (
     handoff_bytes,
     prefill_terms,
 )
+from kimi_operator.planner.units import ceil_div
 
 HANDOFF_SHARES = (0.56, 0.96)
 """Achieved share of a 50 GB/s card in one-sided writes (MoRI-IO): 28 GB/s one unchunked transfer, 48 GB/s batches."""
@@ -172,7 +173,7 @@ class Capacity:
 
     def running(self, request: Request) -> tuple[int, str]:
         """Requests of a lane that run at once, and what limits them."""
-        pages = -(-(request.prompt_tokens + request.output_tokens) // self.page_size_tokens)
+        pages = ceil_div(request.prompt_tokens + request.output_tokens, self.page_size_tokens)
         by_pages = self.num_pages // pages
         return (by_pages, "KV pages") if by_pages < self.max_num_seqs else (self.max_num_seqs, "maxNumSeqs")
 
@@ -219,7 +220,7 @@ def _curve_point(
     decode: Side, request: Request, concurrency: int, most: tuple[int, str], feed: _Feed | None
 ) -> CurvePoint:
     running = min(concurrency, most[0])
-    load = DecodeLoad(-(-running // decode.groups), request.mean_context)
+    load = DecodeLoad(ceil_div(running, decode.groups), request.mean_context)
     tpot = decode_step_ms(decode.setup, load, decode.calibration)
     bounds = [_bounds(tpot_ms, running, concurrency, feed, side) for side, tpot_ms in _sides(tpot)]
     rate, low, high = (min(each.values()) for each in bounds)

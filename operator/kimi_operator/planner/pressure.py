@@ -24,7 +24,6 @@ class Row:
     """Share of the lanes' time that was used."""
     held: float
     """Requests that hold memory, on average."""
-    pages_mean: float
     pages_peak: int
     waiting_peak: int
     """Requests that waited for memory or for a lane at once."""
@@ -124,15 +123,13 @@ def _row(turns: Sequence[Served], service: Service, start_s: float, end_s: float
     def within(first_s: float, last_s: float) -> float:
         return max(0.0, min(last_s, end_s) - max(first_s, start_s))
 
-    holding = [(turn.pages, within(turn.admitted_s, turn.end_s)) for turn in turns]
     busy_s = math.fsum(within(turn.prefill_s, turn.decode_s) for turn in turns)
     return Row(
         start_s=start_s,
         computed_per_s=sum(turn.computed_tokens for turn in asked) / seconds,
         prompt_per_s=sum(turn.prompt_tokens for turn in asked) / seconds,
         prefill_busy=busy_s / (seconds * service.prefill_lanes),
-        held=math.fsum(held_s for _, held_s in holding) / seconds,
-        pages_mean=math.fsum(pages * held_s for pages, held_s in holding) / seconds,
+        held=math.fsum(within(turn.admitted_s, turn.end_s) for turn in turns) / seconds,
         pages_peak=_peak([(turn.admitted_s, turn.end_s, turn.pages) for turn in turns], start_s, end_s),
         waiting_peak=_peak([(turn.asked_s, turn.prefill_s, 1) for turn in turns], start_s, end_s),
     )

@@ -251,7 +251,8 @@ COMPUTATIONS: dict[str, Computation] = {
         _answered(20_000_000_000, SHORT_REQUEST_TOKENS), "251 blocks / (1 + 3) a request, x 8 lanes"
     ),
     "unified_block_pool_tp2_fp8.max_len_13e9": Computation(
-        lambda g: _pool(g, _MI300X_POOL).longest_request, "(163 blocks - 3) x 5,760 tokens"
+        lambda g: _pool(g, _MI300X_POOL).layout.longest(_pool(g, _MI300X_POOL).num_blocks),
+        "(163 blocks - 3) x 5,760 tokens",
     ),
     "unified_block_pool_tp2_fp8.long_context_gap_mi325x_over_mi300x": Computation(
         lambda g: _pool(g, _MI325X_POOL).num_blocks / _pool(g, _MI300X_POOL).num_blocks, "502 blocks / 163 blocks"

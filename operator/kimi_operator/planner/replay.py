@@ -18,6 +18,7 @@ from itertools import count
 
 from kimi_operator.planner.predict import Capacity, Side, roofline_s
 from kimi_operator.planner.roofline import DecodeLoad, PrefillLoad
+from kimi_operator.planner.units import ceil_div
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +82,11 @@ def predicted_service(decode: Side, prefill: Side, capacity: Capacity, *, reuse:
     prefill_factor, decode_factor = prefill.calibration.factor(), decode.calibration.factor()
 
     def prefill_s(new: int, cached: int, busy: int) -> float:
-        load = PrefillLoad(new, cached, busy_lanes=-(-busy // prefill.groups))
+        load = PrefillLoad(new, cached, busy_lanes=ceil_div(busy, prefill.groups))
         return prefill_factor * roofline_s(prefill.setup, load)
 
     def decode_step_s(held: int, context: int) -> float:
-        return decode_factor * roofline_s(decode.setup, DecodeLoad(-(-held // decode.groups), context))
+        return decode_factor * roofline_s(decode.setup, DecodeLoad(ceil_div(held, decode.groups), context))
 
     return Service(
         num_pages=capacity.num_pages * lanes,
@@ -197,7 +198,7 @@ class _State:
         turn, service = self.sessions[session].turns[index], self.service
         prompt = self.contexts[session] + turn.new_tokens
         whole = prompt + turn.output_tokens
-        pages = -(-whole // service.page_size_tokens)
+        pages = ceil_div(whole, service.page_size_tokens)
         if whole > service.max_context or pages > service.num_pages:
             self.cut += 1
             return

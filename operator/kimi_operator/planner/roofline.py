@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
 
-from kimi_operator.api.profile import DType
 from kimi_operator.planner.architecture import Architecture
-from kimi_operator.planner.memory import ExpertFormat, GroupShape, row_bytes, slot_bytes
+from kimi_operator.planner.memory import ExpertFormat, GroupShape, layer_state_bytes, row_bytes
 from kimi_operator.planner.tensors import Part, Placement, Tensor, tensor_table
+from kimi_operator.planner.units import ceil_div
 
 ROW_ITEMSIZE = 2
 """Bytes an element of an activation between ranks (bfloat16)."""
@@ -33,15 +33,15 @@ class Chip:
 class Resident(StrEnum):
     """How an engine holds what is no routed expert: as in the files, or as the bundled worker loads it."""
 
-    AS_STORED = "as stored"
-    AS_LOADED = "as loaded"
+    AS_STORED = "asStored"
+    AS_LOADED = "asLoaded"
 
 
 class Split(StrEnum):
     """How the ranks of a group share routed experts: whole ones (EP, tokens travel) or a slice of each (TP)."""
 
-    BY_EXPERT = "by expert"
-    BY_COLUMN = "by column"
+    BY_EXPERT = "byExpert"
+    BY_COLUMN = "byColumn"
 
 
 class Graphs(StrEnum):
@@ -53,13 +53,15 @@ class Graphs(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """What software runs, as far as bytes depend on it: experts, elements of cached MLA rows, other weights."""
+    """What software runs, as far as bytes depend on it."""
 
     name: str
     experts: ExpertFormat
     kv_itemsize: int
+    """Bytes an element of a cached MLA row."""
     resident: Resident = Resident.AS_STORED
     itemsize: int = 2
+    """Bytes an element of an activation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +157,7 @@ def decode_terms(setup: Setup, load: DecodeLoad, constants: Constants = ASSUMED)
     fitted factor.
     """
     a = setup.architecture
-    rows = -(-load.concurrency // setup.shape.lanes)
+    rows = ceil_div(load.concurrency, setup.shape.lanes)
     bandwidth = setup.chip.hbm_bytes_per_second * constants.hbm_share
     weights, cache = _weight_bytes(setup), rows * (_rows_bytes(setup, load.context_tokens) + 2 * _state_bytes(setup))
     hit = distinct_experts(a.num_experts, a.experts_per_token, load.concurrency)
@@ -201,7 +203,8 @@ def _rows_bytes(setup: Setup, tokens: int) -> int:
 
 
 def _state_bytes(setup: Setup) -> int:
-    return slot_bytes(setup.architecture, setup.shape.tensor_parallel, DType.BFLOAT16)
+    a = setup.architecture
+    return a.num_kda_layers * layer_state_bytes(a, setup.shape.tensor_parallel, setup.engine.itemsize)
 
 
 def _expert_bytes(setup: Setup, hit: float) -> float:

@@ -18,7 +18,7 @@ from kimi_operator.planner.units import bytes_text, ceil_div
 from kimi_operator.planner.workload import Lengths, fixed
 
 MOST_SEQS = 4096
-"""More than any limit a user can set."""
+"""The most that limits.maxNumSeqs may be."""
 _SPREAD = 128
 
 

@@ -14,6 +14,7 @@ from kimi_operator.planner.budget import BlockPool, Budget, Captures, PagePool, 
 from kimi_operator.planner.case import Case, Solution, Timing
 from kimi_operator.planner.layout import divides
 from kimi_operator.planner.memory import (
+    GRAPHS_LABEL,
     ExpertFormat,
     GroupShape,
     page_bytes,
@@ -24,8 +25,6 @@ from kimi_operator.planner.memory import (
 from kimi_operator.planner.solve import solve
 from kimi_operator.planner.unified import block_layout
 from kimi_operator.planner.workload import Workload
-
-GRAPHS_LABEL = "captured graphs"
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from enum import Enum, StrEnum
 from functools import cache
 
 from kimi_operator.planner.architecture import Architecture, Vision
+from kimi_operator.planner.units import ceil_div
 
 PREFIX = "language_model.model."
 EXPERT = "{expert}"
@@ -165,7 +166,7 @@ def _kda(a: Architecture, prefix: str) -> list[Tensor]:
 
 def _a_log(a: Architecture, prefix: str) -> Tensor:
     """One number a head, padded with zeros to a multiple of 128."""
-    length = -(-a.kda_heads // A_LOG_MULTIPLE) * A_LOG_MULTIPLE
+    length = ceil_div(a.kda_heads, A_LOG_MULTIPLE) * A_LOG_MULTIPLE
     padding = length - a.kda_heads
     return Tensor(prefix + "A_log", (length,), _F32, Part.KDA, _TP, Held.FLOAT32, padding=padding)
 

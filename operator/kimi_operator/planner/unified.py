@@ -35,6 +35,10 @@ class BlockLayout:
         """Blocks of a request of so many tokens."""
         return self.row_groups * ceil_div(tokens, self.block_tokens) + self.state_groups
 
+    def longest(self, num_blocks: int) -> int:
+        """Tokens of the longest request that so many blocks hold, 0 when they hold none."""
+        return max(0, num_blocks - self.state_groups) // self.row_groups * self.block_tokens
+
     def request_bytes(self, tokens: int) -> int:
         """Bytes of a request on one rank."""
         return self.blocks_of(tokens) * self.block_bytes
@@ -74,12 +78,6 @@ class UnifiedPool:
     def num_blocks(self) -> int:
         """Whole blocks in the pool."""
         return self.pool_bytes // self.layout.block_bytes
-
-    @property
-    def longest_request(self) -> int:
-        """Tokens of the longest request that fits, alone; 0 when none does."""
-        row_blocks = self.num_blocks - self.layout.state_groups
-        return max(0, row_blocks // self.layout.row_groups) * self.layout.block_tokens
 
     def num_requests(self, tokens: int) -> int:
         """Requests of so many tokens that fit at once."""

@@ -14,11 +14,21 @@ from kimi_operator.planner.plan import Infeasible, Plan, make_plan
 from kimi_operator.planner.roofline import DecodeLoad, PrefillLoad, Setup
 from kimi_operator.planner.workload import Workload
 from kimi_operator.profiles.measurements import built_in_measurements, calibration_for, worker_engine
+from kimi_operator.profiles.support import support_problem, support_warning
 
 
 def plan_on(a: Architecture, spec: KimiDeploymentSpec, profile: HardwareProfile) -> Plan | Infeasible:
-    """The plan of a deployment, with predictions where its workload has targets."""
-    return make_plan(a, spec, profile, lambda kv_dtype, workload: forecast_of(a, profile, kv_dtype, workload).timing)
+    """The plan of a deployment, with predictions where its workload has targets.
+
+    Hardware that the bundled worker cannot run on is refused, and one that it was never run on is warned of.
+    """
+    plan = make_plan(a, spec, profile, lambda kv_dtype, workload: forecast_of(a, profile, kv_dtype, workload).timing)
+    if unsupported := support_problem(profile):
+        return Infeasible((unsupported, *(plan.problems if isinstance(plan, Infeasible) else ())))
+    warning = support_warning(profile)
+    if warning is None or isinstance(plan, Infeasible):
+        return plan
+    return replace(plan, warnings=(warning, *plan.warnings))
 
 
 def forecast_of(a: Architecture, profile: HardwareProfile, kv_dtype: DType, workload: Workload) -> Forecast:

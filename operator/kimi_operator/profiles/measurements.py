@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from functools import cache
 from importlib.resources import files
 from typing import Annotated, Any, TypeVar
@@ -14,12 +13,12 @@ from pydantic import Field
 
 from kimi_operator.api.base import ApiModel, parse
 from kimi_operator.api.calibration import CalibrationSpec
-from kimi_operator.api.profile import Device, HardwareProfile
+from kimi_operator.api.profile import HardwareProfile
 from kimi_operator.errors import InvalidSpec, Problem
 from kimi_operator.planner.architecture import Architecture
 from kimi_operator.planner.fit import Sample, Use, calibrate, stated
 from kimi_operator.planner.layout import divides
-from kimi_operator.planner.memory import ITEMSIZE, ExpertFormat, GroupShape
+from kimi_operator.planner.memory import ITEMSIZE, ExpertFormat, GroupShape, expert_format
 from kimi_operator.planner.predict import Calibration
 from kimi_operator.planner.roofline import Chip, DecodeLoad, Engine, Graphs, PrefillLoad, Resident, Setup, Split
 from kimi_operator.profiles import architecture, built_in_profiles
@@ -34,27 +33,6 @@ Rate = Annotated[float, Field(gt=0, le=1e18, allow_inf_nan=False)]
 Tokens = Annotated[int, Field(ge=1, le=16_777_216)]
 
 
-class ResidentName(StrEnum):
-    """How an engine holds what is no routed expert."""
-
-    AS_STORED = "asStored"
-    AS_LOADED = "asLoaded"
-
-
-class SplitName(StrEnum):
-    """How ranks share routed experts."""
-
-    BY_EXPERT = "byExpert"
-    BY_COLUMN = "byColumn"
-
-
-class UseName(StrEnum):
-    """What a point is for."""
-
-    FITTED = "fitted"
-    HELD_OUT = "heldOut"
-
-
 class LinkFigures(ApiModel):
     """One link between two GPUs of a node, one way."""
 
@@ -67,7 +45,7 @@ class EngineFigures(ApiModel):
 
     experts: ExpertFormat
     kv_itemsize: int = Field(ge=1, le=4)
-    resident: ResidentName
+    resident: Resident
     source: str
 
 
@@ -77,7 +55,7 @@ class LayoutFigures(ApiModel):
     nodes: int = Field(ge=1, le=64)
     gpus_per_node: int = Field(ge=1, le=64)
     tensor_parallel: int = Field(ge=1, le=64)
-    split: SplitName = SplitName.BY_EXPERT
+    split: Split = Split.BY_EXPERT
 
     @property
     def shape(self) -> GroupShape:
@@ -91,7 +69,7 @@ class _PointFigures(ApiModel):
     engine: Name
     layout: LayoutFigures
     graphs: Graphs = Graphs.FULL
-    use: UseName
+    use: Use
     source: str
 
 
@@ -165,7 +143,8 @@ def read_measurements(
     """Read a file of this form. Raises InvalidSpec that names each field which is wrong."""
     figures = parse(MeasurementFile, document, where)
     links = {name: link.bytes_per_second for name, link in figures.links.items()}
-    found = Measurements(links, {name: _engine(name, e) for name, e in figures.engines.items()}, (), figures.notes)
+    engines = {name: Engine(name, e.experts, e.kv_itemsize, e.resident) for name, e in figures.engines.items()}
+    found = Measurements(links, engines, (), figures.notes)
     points: list[DecodeFigures | PrefillFigures] = [*figures.decode, *figures.prefill]
     samples = (_sample(found, architecture, profiles, point, f"{where}:{point.name}") for point in points)
     return replace(found, samples=tuple(samples))
@@ -182,9 +161,8 @@ def built_in_measurements() -> Measurements:
 def worker_engine(profile: HardwareProfile) -> Engine:
     """The bundled worker on this hardware: what it holds experts, rows and other weights in."""
     runtime = profile.spec.runtime
-    experts = ExpertFormat.MXFP4 if runtime.device is Device.CUDA else ExpertFormat(runtime.dtype.value)
     kv, own = ITEMSIZE[runtime.kv_cache_dtype], ITEMSIZE[runtime.dtype]
-    return Engine(WORKER, experts, kv, Resident.AS_LOADED, own)
+    return Engine(WORKER, expert_format(runtime), kv, Resident.AS_LOADED, own)
 
 
 def calibration_for(setup: Setup, phase: type[DecodeLoad | PrefillLoad], own: CalibrationSpec | None) -> Calibration:
@@ -218,18 +196,13 @@ def _sample(
         chip=found.chip(_known(profiles, point.chip, f"{where}.chip", "profile")),
         shape=point.layout.shape,
         engine=found.engine(point.engine, f"{where}.engine"),
-        split=Split[point.layout.split.name],
+        split=point.layout.split,
         graphs=point.graphs,
     )
-    use = Use[point.use.name]
     if isinstance(point, DecodeFigures):
         load = DecodeLoad(point.concurrency, point.context_tokens)
-        return Sample(point.name, setup, load, point.tpot_ms / 1e3, use, point.source)
-    return Sample(point.name, setup, PrefillLoad(point.prompt_tokens), point.seconds, use, point.source)
-
-
-def _engine(name: str, e: EngineFigures) -> Engine:
-    return Engine(name, e.experts, e.kv_itemsize, Resident[e.resident.name])
+        return Sample(point.name, setup, load, point.tpot_ms / 1e3, point.use, point.source)
+    return Sample(point.name, setup, PrefillLoad(point.prompt_tokens), point.seconds, point.use, point.source)
 
 
 _T = TypeVar("_T")

@@ -67,6 +67,8 @@ def problems(**sections: Any) -> tuple[Problem, ...]:
         ),
         # rates in other units
         ({"gpu": {"hbmBytesPerSecond": 5300}}, "gpu.hbmBytesPerSecond", "5,300", "bytes a second, at least 100,000,"),
+        ({"gpu": {"bf16FlopsPerSecond": 1307}}, "gpu.bf16FlopsPerSecond", "1,307", "operations a second, at least 1,0"),
+        ({"fabric": {"nicBytesPerSecond": 50}}, "fabric.nicBytesPerSecond", "50", "bytes a second, at least 100,000,"),
         # runtime and fabric
         ({"runtime": {"device": "cpu"}, "fabric": {"transport": "NIXL"}}, "runtime.collectives", "nccl", "gloo where"),
         ({"runtime": {"device": "cpu", "collectives": "gloo"}}, "fabric.transport", "MoRIIO", "NIXL where runtime"),
@@ -92,6 +94,9 @@ def test_a_contradiction_names_field_value_and_remedy(
         ({"gpu": {"hbmBytesPerSecond": 0}}, "mine.yaml.spec.gpu.hbmBytesPerSecond", "0"),
         ({"gpu": {"hbmBytesPerSecond": -1}}, "mine.yaml.spec.gpu.hbmBytesPerSecond", "-1"),
         ({"gpu": {"hbmBytesPerSecond": 5.3e12 + 0.5}}, "mine.yaml.spec.gpu.hbmBytesPerSecond", "5300000000000.5"),
+        ({"gpu": {"hbmBytesPerSecond": 10**30}}, "mine.yaml.spec.gpu.hbmBytesPerSecond", str(10**30)),
+        ({"gpu": {"bf16FlopsPerSecond": 10**18 + 1}}, "mine.yaml.spec.gpu.bf16FlopsPerSecond", str(10**18 + 1)),
+        ({"fabric": {"nicBytesPerSecond": 10**15 + 1}}, "mine.yaml.spec.fabric.nicBytesPerSecond", str(10**15 + 1)),
         ({"gpu": {"memory": 2**61}}, "mine.yaml.spec.gpu.memory", str(2**61)),
         ({"gpu": {"memory": None}}, "mine.yaml.spec.gpu.memory", "nothing"),
         ({"gpu": {"computeUnits": 0}}, "mine.yaml.spec.gpu.computeUnits", "0"),

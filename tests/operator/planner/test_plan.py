@@ -1,4 +1,4 @@
-"""make_plan: what the examples plan to, what is refused and with which words, and what must hold for every plan."""
+"""Plans: what the examples plan to, what is refused and with which words, and what must hold for every plan."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import yaml
 from kimi_operator.api import HardwareProfile, KimiDeploymentSpec, Role, parse
 from kimi_operator.api.profile import WorkerSpec, WorkerSupport
 from kimi_operator.errors import InvalidSpec
-from kimi_operator.planner import Infeasible, Plan, make_plan, plan_status, weights_bytes
+from kimi_operator.planner import Infeasible, Plan, plan_status, weights_bytes
 from kimi_operator.planner.memory import reserve_lines
 from kimi_operator.planner.pools import num_slots
 from kimi_operator.profiles import architecture, built_in_profiles, select_profile
+from kimi_operator.profiles.forecast import plan_on
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 LOCAL_PROFILE = yaml.safe_load((EXAMPLES / "local" / "profile.yaml").read_text())
@@ -34,7 +35,7 @@ def spec_of(example: str, **changes: Any) -> KimiDeploymentSpec:
 def plan_of(example: str, profile: str | None = None, **changes: Any) -> Plan | Infeasible:
     spec = spec_of(example, **changes)
     chosen = PROFILES[profile] if profile else select_profile(spec, PROFILES, ())
-    return make_plan(architecture(spec.model.architecture), spec, chosen)
+    return plan_on(architecture(spec.model.architecture), spec, chosen)
 
 
 def fitting(example: str, profile: str | None = None, **changes: Any) -> Plan:
@@ -157,7 +158,7 @@ def test_nothing_fits_a_gpu_whose_memory_is_spoken_for() -> None:
     document = yaml.safe_load((EXAMPLES / "local" / "profile.yaml").read_text())
     document["spec"]["gpu"]["memory"] = sum(line.bytes for line in reserve_lines(PROFILES["local-cpu"].spec)) + 4096
     spec = spec_of("local/2p2d.yaml")
-    plan = make_plan(architecture("kimi-k3-tiny"), spec, parse(HardwareProfile, document))
+    plan = plan_on(architecture("kimi-k3-tiny"), spec, parse(HardwareProfile, document))
     assert isinstance(plan, Infeasible)
     assert "no layout of up to 64 nodes fits" in plan.problems[0].remedy
 
@@ -208,7 +209,7 @@ def test_untested_hardware_is_planned_with_a_warning_and_unsupported_is_refused(
     worker = WorkerSpec(support=WorkerSupport.UNSUPPORTED, lacks=("a kernel for it",))
     spec = PROFILES["mi355x"].spec.model_copy(update={"worker": worker})
     profile = PROFILES["mi355x"].model_copy(update={"spec": spec})
-    plan = make_plan(architecture("kimi-k3"), spec_of("mi325x-2p2d.yaml"), profile)
+    plan = plan_on(architecture("kimi-k3"), spec_of("mi325x-2p2d.yaml"), profile)
     assert isinstance(plan, Infeasible)
     (problem,) = plan.problems
     assert (problem.field, problem.got) == ("spec.hardware.profile", "mi355x: a kernel for it")

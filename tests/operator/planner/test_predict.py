@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Iterator
 from dataclasses import replace
@@ -28,20 +27,12 @@ from kimi_operator.planner.roofline import (
     Split,
     prefill_terms,
 )
-from kimi_operator.profiles import architecture, built_in_profiles
 from kimi_operator.profiles.figures import published_figures
-from kimi_operator.profiles.measurements import built_in_measurements, calibration_for
+from kimi_operator.profiles.measurements import calibration_for
+from published_setups import BUILT_IN, DECODE, EP16, FACTOR_2, INT4, K3, MI300X, MI325X, TP8
 
-K3 = architecture("kimi-k3")
 DECODE_ROWS = {figure.name: figure for figure in published_figures() if figure.section == "decode_tpot_ms"}
 NOTES = {figure.name: figure for figure in published_figures() if figure.section == "throughput"}
-BUILT_IN = built_in_measurements()
-EP16, TP8 = GroupShape(2, 8, 2), GroupShape(1, 8, 8)
-MI300X = BUILT_IN.chip(built_in_profiles()["mi300x"])
-MI325X = BUILT_IN.chip(built_in_profiles()["mi325x"])
-INT4 = BUILT_IN.engines["vllm-int4"]
-DECODE = Setup(K3, MI300X, EP16, INT4)
-FACTOR_2 = Calibration((), math.log(1.2), "stated for a test", 2.0)
 
 
 # Published figures

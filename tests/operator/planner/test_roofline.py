@@ -23,19 +23,13 @@ from kimi_operator.planner.roofline import (
     Split,
     decode_terms,
     distinct_experts,
+    handoff_bytes,
     prefill_terms,
 )
 from kimi_operator.planner.tensors import Part, Placement, tensor_table
-from kimi_operator.profiles import architecture, built_in_profiles
-from kimi_operator.profiles.measurements import built_in_measurements, worker_engine
-
-K3 = architecture("kimi-k3")
-BUILT_IN = built_in_measurements()
-EP16, TP8 = GroupShape(2, 8, 2), GroupShape(1, 8, 8)
-MI300X = BUILT_IN.chip(built_in_profiles()["mi300x"])
-INT4 = BUILT_IN.engines["vllm-int4"]
-DECODE = Setup(K3, MI300X, EP16, INT4)
-
+from kimi_operator.profiles import built_in_profiles
+from kimi_operator.profiles.measurements import worker_engine
+from published_setups import BUILT_IN, DECODE, EP16, K3, MI300X, TP8
 
 # Distinct experts
 
@@ -172,3 +166,9 @@ def test_the_bundled_worker_reads_wider_rows_and_its_own_weights() -> None:
     assert ours["cache"] > 1.5 * theirs["cache"]
     assert ours["routed experts"] < theirs["routed experts"]
     assert ours["weights"] > theirs["weights"], "routers are float32"
+
+
+@pytest.mark.parametrize(("itemsize", "conv_bytes"), [(2, 110_592), (4, 221_184)])
+def test_a_handoff_carries_convolution_inputs_in_the_type_of_activations(itemsize: int, conv_bytes: int) -> None:
+    setup = replace(DECODE, engine=replace(worker_engine(built_in_profiles()["mi300x"]), itemsize=itemsize))
+    assert handoff_bytes(setup, 1000) == 1000 * 27_648 + 69 * (3_145_728 + conv_bytes)

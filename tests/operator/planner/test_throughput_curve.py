@@ -8,9 +8,7 @@ from dataclasses import replace
 
 import pytest
 from kimi_operator.planner.fit import calibrate
-from kimi_operator.planner.memory import GroupShape
 from kimi_operator.planner.predict import (
-    Calibration,
     Capacity,
     CurvePoint,
     Prediction,
@@ -25,17 +23,7 @@ from kimi_operator.planner.roofline import (
     PrefillLoad,
     Setup,
 )
-from kimi_operator.profiles import architecture, built_in_profiles
-from kimi_operator.profiles.measurements import built_in_measurements
-
-K3 = architecture("kimi-k3")
-BUILT_IN = built_in_measurements()
-EP16, TP8 = GroupShape(2, 8, 2), GroupShape(1, 8, 8)
-MI300X = BUILT_IN.chip(built_in_profiles()["mi300x"])
-INT4 = BUILT_IN.engines["vllm-int4"]
-DECODE = Setup(K3, MI300X, EP16, INT4)
-FACTOR_2 = Calibration((), math.log(1.2), "stated for a test", 2.0)
-
+from published_setups import BUILT_IN, DECODE, FACTOR_2, INT4, K3, MI300X, TP8
 
 LANE = Setup(K3, MI300X, TP8, INT4)
 """One lane, so that a busy prefill is as fast as an idle one."""

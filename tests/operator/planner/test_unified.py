@@ -62,7 +62,7 @@ def test_pool_holds_what_counting_says(layout: BlockLayout, pool_bytes: int, tok
     assert layout.blocks_of(tokens) == layout.row_groups * row_blocks + layout.state_groups
     assert pool.num_requests(tokens) * layout.blocks_of(tokens) <= blocks
     assert (pool.num_requests(tokens) + 1) * layout.blocks_of(tokens) > blocks
-    longest = pool.longest_request
+    longest = layout.longest(blocks)
     assert longest == 0 or layout.blocks_of(longest) <= blocks
     assert layout.blocks_of(longest + 1) > blocks
 
@@ -99,7 +99,7 @@ def test_fp8_rows_are_counted_as_in_the_published_runs() -> None:
     fp8 = UnifiedPool(block_layout(K3, 2, FP8), designs.pool_bytes)
     assert fp8.layout.block_bytes == 79_626_240
     assert [row.unified_fp8 for row in designs.rows] == [fp8.num_requests(row.context_tokens) for row in designs.rows]
-    assert designs.longest_unified_fp8 == fp8.longest_request > 1.8 * designs.longest_unified
+    assert designs.longest_unified_fp8 == fp8.layout.longest(fp8.num_blocks) > 1.8 * designs.longest_unified
 
 
 def test_a_short_request_costs_whole_blocks_where_pages_are_small() -> None:
