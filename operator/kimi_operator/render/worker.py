@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from kimi_operator.api.deployment import Role
+from kimi_operator.api.deployment import Role, RoleSpec
 from kimi_operator.api.pod import EnvVar
 from kimi_operator.api.profile import HardwareProfileSpec
 from kimi_operator.render.config_maps import WORKER_FILE
 from kimi_operator.render.inputs import Manifest, RenderInputs
 from kimi_operator.render.names import (
     API_PORT,
+    COORDINATOR_PORT,
+    HANDOFF_PORT,
     LABEL_DEPLOYMENT,
     LABEL_GENERATION,
     LABEL_GROUP,
     LABEL_REVISION,
     LABEL_ROLE,
+    RENDEZVOUS_PORT,
     GroupKey,
     common_labels,
     headless_name,
@@ -88,7 +91,7 @@ def _container(inputs: RenderInputs, role: Role, mounts: list[dict[str, Any]]) -
     return {
         **container("worker", ["kimi-worker", "serve"], template, inputs.config, pod.capabilities),
         "env": environment(WORKER_FILE, [_heap(profile), pod.env, template.env], GROUP_IDENTITY),
-        "ports": [{"name": "http", "containerPort": API_PORT, "protocol": "TCP"}],
+        "ports": _ports(role_spec),
         # Ready means: the whole group has loaded. Until then only the budget ends a pod.
         "startupProbe": http_probe("/ready", STARTUP_PERIOD_S, budget),
         "readinessProbe": http_probe("/ready", period_s=5, failures=2),
@@ -98,6 +101,14 @@ def _container(inputs: RenderInputs, role: Role, mounts: list[dict[str, Any]]) -
         ),
         "volumeMounts": mounts,
     }
+
+
+def _ports(role: RoleSpec) -> list[dict[str, Any]]:
+    """Every fixed port. On the node's network they are host ports: the scheduler keeps them apart."""
+    ports = {"http": API_PORT, "rendezvous": RENDEZVOUS_PORT, "coordinator": COORDINATOR_PORT}
+    for lane in range(role.gpus_per_node // role.tensor_parallel):
+        ports[f"handoff-{lane}"] = HANDOFF_PORT + lane
+    return [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in ports.items()]
 
 
 def _heap(profile: HardwareProfileSpec) -> list[EnvVar]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kimi_operator.api import KimiDeploymentSpec, Role, dump, parse
+from kimi_operator.api import HardwareProfile, KimiDeploymentSpec, Role, dump, parse
 from kimi_operator.cli.manifests import read_and_plan
 from kimi_operator.planner import Plan
 from kimi_operator.render import GroupKey, Manifest, Owner, RenderConfig, Rendered, RenderInputs, render
@@ -184,6 +184,65 @@ def test_a_gpu_pod_gets_what_the_profile_lists(name: str) -> None:
         "type": "Directory",
     }
     assert mounts["/models/checkpoint"]["readOnly"] is True
+
+
+@pytest.mark.parametrize("name", WORKERS)
+def test_a_pod_mounts_what_the_profile_takes_from_the_node(name: str) -> None:
+    inputs = inputs_of(LOCAL)
+    paths = [
+        {"path": "/opt/lib/a.so", "mountPath": "/usr/lib/a.so", "type": "File"},
+        {"path": "/var/cache/kimi", "readOnly": False},
+    ]
+    document = dump(inputs.profile)
+    document["spec"]["pod"]["hostPaths"] = paths
+    rendered = render(dataclasses.replace(inputs, profile=parse(HardwareProfile, document)))
+    spec, worker = pod(rendered, name)["spec"], container(rendered, name)
+    mounts = {mount["mountPath"]: mount for mount in worker["volumeMounts"]}
+    volumes = {volume["name"]: volume for volume in spec["volumes"]}
+    library, cache = mounts["/usr/lib/a.so"], mounts["/var/cache/kimi"]
+    assert volumes[library["name"]]["hostPath"] == {"path": "/opt/lib/a.so", "type": "File"}
+    assert volumes[cache["name"]]["hostPath"] == {"path": "/var/cache/kimi", "type": ""}
+    assert library["readOnly"] is True
+    assert "readOnly" not in cache
+    assert len(volumes) == len(spec["volumes"]), "every volume has a name of its own"
+    assert not {"/usr/lib/a.so", "/var/cache/kimi"} & {
+        mount["mountPath"] for mount in container(rendered, "k3-router", "Deployment")["volumeMounts"]
+    }
+
+
+def test_thor2_nodes_lend_their_verbs_libraries_to_mi325x_pods_alone() -> None:
+    def from_node(example: str) -> dict[str, dict[str, Any]]:
+        rendered = render(inputs_of(example))
+        volumes = {one["name"]: one.get("hostPath") for one in pod(rendered, "k3-decode-0")["spec"]["volumes"]}
+        mounts = container(rendered, "k3-decode-0")["volumeMounts"]
+        return {one["mountPath"]: volumes[one["name"]] for one in mounts if one["mountPath"].startswith("/usr/lib")}
+
+    folder = "/usr/lib/x86_64-linux-gnu"
+    assert from_node(MI325X) == {
+        f"{folder}/libibverbs/libbnxt_re-rdmav34.so": {"path": "/usr/local/lib/libbnxt_re-rdmav34.so", "type": "File"},
+        f"{folder}/libibverbs.so.1": {"path": f"{folder}/libibverbs.so.1", "type": "File"},
+    }
+    assert from_node(MI300X) == {}
+
+
+@pytest.mark.parametrize(("example", "lanes"), [(MI300X, 4), (LOCAL, 1)])
+@pytest.mark.parametrize("role", Role)
+def test_every_port_that_a_pod_listens_on_is_declared(example: str, lanes: int, role: Role) -> None:
+    rendered = render(inputs_of(example))
+    listed = container(rendered, f"k3-{role}-0")["ports"]
+    ports = settings_file(rendered, role)["ports"]
+    handoff = [ports["handoff"] + lane for lane in range(lanes)]
+    assert [port["containerPort"] for port in listed] == [
+        ports["api"], ports["rendezvous"], ports["coordinator"], *handoff,
+    ]  # fmt: skip
+    assert all("hostPort" not in port for port in listed), "the API server makes host ports of them on a node's network"
+
+
+@pytest.mark.parametrize("example", [MI300X, MI325X])
+def test_the_example_leaves_the_image_to_whoever_installs(example: str) -> None:
+    rendered = render(inputs_of(example))
+    for name, kind in [*((worker, "StatefulSet") for worker in WORKERS), ("k3-router", "Deployment")]:
+        assert container(rendered, name, kind)["image"] == "worker:1", name
 
 
 def test_the_heap_is_the_one_that_the_plan_has_set_aside() -> None:
