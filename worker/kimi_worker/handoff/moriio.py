@@ -9,6 +9,8 @@ What its documentation and its users' reports make this module do:
 - `session.batch_write` and `batch_read` want lists and return one status; the engine's methods of the same names
   return one status a copy. Only sessions are used here, and both shapes are accepted.
 - Target-side notifications stay off: nobody here takes them, and a full queue of them fails later transfers.
+- Queue pairs, threads and service levels are MoRI's own variables (`MORI_IO_*`), set by the hardware profile. They win
+  over what is passed here, so nothing of it is.
 - Posted work cannot be called back: a disconnected post completes when its queue pair has given up.
 """
 
@@ -63,7 +65,7 @@ class MoriioTransport:
     Raises TransportError when the `mori` package is missing.
     """
 
-    def __init__(self, name: str, host: str = "", qp_per_transfer: int = 4) -> None:
+    def __init__(self, name: str, host: str = "") -> None:
         """`host` is where peers reach the engine's control port; empty: the address of this host's (pod's) name."""
         try:
             self._mori = importlib.import_module("mori.io")
@@ -73,7 +75,6 @@ class MoriioTransport:
             ) from error
         self._name = name
         self._host = host or socket.gethostbyname(socket.gethostname())
-        self._qp_per_transfer = qp_per_transfer
         self._num_engines = 0
         self._engine: mori_io.IOEngine | None = None
         self._regions: list[Region] = []
@@ -205,7 +206,7 @@ class MoriioTransport:
         """Raises what the library raises."""
         mori = self._mori
         engine = self._engine = mori.IOEngine(key, mori.IOEngineConfig(host=self._host, port=0))
-        backend = mori.RdmaBackendConfig(qp_per_transfer=self._qp_per_transfer, enable_notification=False)
+        backend = mori.RdmaBackendConfig(enable_notification=False)
         engine.create_backend(mori.BackendType.RDMA, backend)
         places = {"cpu": mori.MemoryLocationType.CPU, "cuda": mori.MemoryLocationType.GPU}
         for region in self._regions:
