@@ -100,38 +100,55 @@ def test_every_variable_is_a_setting_of_the_operator() -> None:
         assert getattr(settings, name) == getattr(defaults, name), name
 
 
+CHILD = {"get", "list", "watch", "create", "patch", "delete"}
+CLUSTER_RIGHTS = {
+    ("kimi-operator.io", "hardwareprofiles"): {"list", "watch"},
+    ("", "nodes"): {"list", "watch"},
+}
+NAMESPACED_RIGHTS = {
+    ("kimi-operator.io", "kimideployments"): {"list", "watch"},
+    ("kimi-operator.io", "kimideployments/status"): {"patch"},
+    ("kimi-operator.io", "kimideployments/finalizers"): {"update"},
+    ("apps", "statefulsets"): CHILD,
+    ("apps", "deployments"): CHILD,
+    ("policy", "poddisruptionbudgets"): CHILD,
+    ("", "services"): CHILD,
+    ("", "configmaps"): CHILD,
+    ("", "pods"): {"list", "watch", "delete"},
+    ("", "events"): {"list", "create"},
+}
+
+
 def test_rights_are_exactly_what_is_called() -> None:
     granted = rights(template()["ClusterRole", "kimi-operator"]["rules"])
-    everything = {verb for verbs in granted.values() for verb in verbs} | {name for key in granted for name in key}
-    assert "*" not in everything
+    assert granted == CLUSTER_RIGHTS | NAMESPACED_RIGHTS
     for name in WATCHED_KINDS:
         kind = KINDS[name]
         assert {"list", "watch"} <= granted[kind.group, kind.plural], name
-    assert granted["", "pods"] == {"list", "watch", "delete"}
-    assert granted["", "nodes"] == {"list", "watch"}
-    assert granted["kimi-operator.io", "kimideployments"] == {"list", "watch"}
-    assert granted["kimi-operator.io", "kimideployments/status"] == {"patch"}
-    assert not {"secrets", "serviceaccounts", "pods/exec", "pods/log"} & {resource for _, resource in granted}
 
 
 def test_a_lease_is_all_that_it_may_write_in_its_own_namespace() -> None:
     rules = template()["Role", "kimi-operator-lease"]["rules"]
-    assert set(rights(rules)) == {("coordination.k8s.io", "leases")}
-    assert {"get", "update"} == {verb for rule in rules if "resourceNames" in rule for verb in rule["verbs"]}
+    create, own = rules
+    assert rights([create]) == {("coordination.k8s.io", "leases"): {"create"}}
+    assert "resourceNames" not in create, "a name is not known to RBAC before the object is"
+    assert rights([own]) == {("coordination.k8s.io", "leases"): {"get", "update"}}
+    assert own["resourceNames"] == ["kimi-operator"]
 
 
 def test_with_namespaces_the_cluster_role_only_reads_what_has_none() -> None:
     found = template("--set", "watchNamespaces={a,b}")
-    granted = rights(found["ClusterRole", "kimi-operator"]["rules"])
-    assert set(granted) == {("kimi-operator.io", "hardwareprofiles"), ("", "nodes")}
-    assert granted["", "nodes"] == {"list", "watch"}
-    assert ("Role", "kimi-operator") in found
+    assert rights(found["ClusterRole", "kimi-operator"]["rules"]) == CLUSTER_RIGHTS
+    assert rights(found["Role", "kimi-operator"]["rules"]) == NAMESPACED_RIGHTS
 
 
 def test_profiles_are_installed_unless_told_otherwise() -> None:
     kinds = {kind for kind, _ in template("--set", "profiles.install=false")}
     assert "HardwareProfile" not in kinds
-    assert {("HardwareProfile", "mi300x"), ("HardwareProfile", "mi325x")} <= set(template())
+    shipped = {path.stem for path in (CHART / "files" / "profiles").glob("*.yaml")}
+    assert {name for kind, name in template() if kind == "HardwareProfile"} == shipped
+    values = (CHART / "values.yaml").read_text()
+    assert f"({', '.join(sorted(shipped))})" in values, "the comment of profiles.install names what is shipped"
 
 
 def test_profiles_outlive_the_release_and_say_whose_they_are() -> None:
