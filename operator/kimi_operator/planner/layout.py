@@ -54,16 +54,15 @@ def nearest_layout(
     a: Architecture, shape: GroupShape, gpus_per_node: int, fits: Callable[[GroupShape], bool]
 ) -> GroupShape | None:
     """The layout that fits and changes least, nodes before tensorParallel. None when nothing fits."""
-    candidates = (other for other in _layouts(a, gpus_per_node) if other != shape and fits(other))
+    shapes = (other for nodes in range(1, MAX_NODES + 1) for other in even_shapes(a, nodes, gpus_per_node))
+    candidates = (other for other in shapes if other != shape and fits(other))
     return min(candidates, key=lambda other: _distance(shape, other), default=None)
 
 
-def _layouts(a: Architecture, gpus_per_node: int) -> Iterator[GroupShape]:
-    for nodes in range(1, MAX_NODES + 1):
-        for tensor_parallel in range(1, gpus_per_node + 1):
-            shape = GroupShape(nodes, gpus_per_node, tensor_parallel)
-            if divides(a, shape):
-                yield shape
+def even_shapes(a: Architecture, nodes: int, gpus_per_node: int) -> list[GroupShape]:
+    """Shapes of a group of so many nodes that split every tensor evenly."""
+    shapes = (GroupShape(nodes, gpus_per_node, tensor_parallel) for tensor_parallel in range(1, gpus_per_node + 1))
+    return [shape for shape in shapes if divides(a, shape)]
 
 
 def _distance(wanted: GroupShape, other: GroupShape) -> tuple[int, int, int]:

@@ -14,7 +14,6 @@ from kimi_operator.planner.tensors import Part, Placement, tensor_table
 from kimi_operator.planner.units import bytes_text
 
 ITEMSIZE = {DType.FLOAT32: 4, DType.BFLOAT16: 2}
-GRAPHS_LABEL = "captured graphs"
 STATE_ITEMSIZE = 4
 """The KDA state is float32 everywhere."""
 
@@ -164,7 +163,9 @@ _RESERVES = (
         unused="kept free: the bundled worker exchanges over torch.distributed, without this heap",
     ),
     _Reserve("activations", "activations", "the largest step is not counted"),
-    _Reserve("graphs", GRAPHS_LABEL, "no graphs are captured", unused="kept free: the bundled worker captures none"),
+    _Reserve(
+        "graphs", "captured graphs", "no graphs are captured", unused="kept free: the bundled worker captures none"
+    ),
     _Reserve("staging", "handoff staging", "none: a handoff writes from pages and slots straight into pages and slots"),
     _Reserve("margin", "reserve", "nothing is left free on purpose", stays_free=True),
 )

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from kimi_operator.planner.replay import Replayed, Served, Service
 
 MAX_ROWS = 1000
+PREFILL, RUNNING, PAGES = "prefill lanes", "maxNumSeqs", "KV pages"
+"""Limits that requests wait for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,8 @@ class Row:
     pages_peak: int
     waiting_peak: int
     """Requests that waited for memory or for a lane at once."""
+    binds: str
+    """What requests spent most of their waiting on in this time; empty when none waited."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +41,18 @@ class Summary:
     cut_sessions: int
     duration_s: float
     computed_tokens: int
+    recomputed_tokens: int
+    """Those of the computed that an earlier turn of the session had asked or answered."""
     prompt_tokens: int
+    output_tokens: int
     prefill_busy: float
     pages_peak: int
     held_peak: int
     ttft_p50_s: float
+    """From asking to the end of prefill, waiting included; the handoff is not in it."""
     ttft_p95_s: float
+    tpot_p50_s: float
+    tpot_p95_s: float
     memory_wait_s: float
     """Longest wait for pages or a place among the running."""
     lane_wait_s: float
@@ -55,7 +65,7 @@ def summarise(replayed: Replayed, service: Service) -> Summary:
     """One replay in figures; zeros when no turn was served."""
     turns = replayed.turns
     duration_s = max((turn.end_s for turn in turns), default=0.0)
-    ttfts = sorted(turn.decode_s - turn.asked_s for turn in turns)
+    ttfts, tpots = sorted(map(ttft_s, turns)), sorted(map(tpot_s, turns))
     memory_wait_s = max((turn.admitted_s - turn.asked_s for turn in turns), default=0.0)
     lane_wait_s = max((turn.prefill_s - turn.admitted_s for turn in turns), default=0.0)
     held_peak = _peak([(turn.admitted_s, turn.end_s, 1) for turn in turns], 0.0, math.inf)
@@ -65,24 +75,45 @@ def summarise(replayed: Replayed, service: Service) -> Summary:
         cut_sessions=replayed.cut_sessions,
         duration_s=duration_s,
         computed_tokens=sum(turn.computed_tokens for turn in turns),
+        recomputed_tokens=sum(turn.computed_tokens - turn.prompt_tokens + turn.context_tokens for turn in turns),
         prompt_tokens=sum(turn.prompt_tokens for turn in turns),
+        output_tokens=sum(turn.output_tokens for turn in turns),
         prefill_busy=busy_s / (duration_s * service.prefill_lanes) if duration_s else 0.0,
         pages_peak=_peak([(turn.admitted_s, turn.end_s, turn.pages) for turn in turns], 0.0, math.inf),
         held_peak=held_peak,
-        ttft_p50_s=_percentile(ttfts, 0.5),
-        ttft_p95_s=_percentile(ttfts, 0.95),
+        ttft_p50_s=percentile(ttfts, 0.5),
+        ttft_p95_s=percentile(ttfts, 0.95),
+        tpot_p50_s=percentile(tpots, 0.5),
+        tpot_p95_s=percentile(tpots, 0.95),
         memory_wait_s=memory_wait_s,
         lane_wait_s=lane_wait_s,
         binds=_binds(memory_wait_s, lane_wait_s, held_peak, service),
     )
 
 
+def ttft_s(turn: Served) -> float:
+    """From asking to the first token, which prefill gives."""
+    return turn.decode_s - turn.asked_s
+
+
+def tpot_s(turn: Served) -> float:
+    """Mean time of a token of the answer."""
+    return (turn.end_s - turn.decode_s) / turn.output_tokens
+
+
 def _binds(memory_wait_s: float, lane_wait_s: float, held_peak: int, service: Service) -> str:
+    name = _limit(memory_wait_s, lane_wait_s, held_peak, service)
+    sizes = {PREFILL: service.prefill_lanes, RUNNING: service.max_running, PAGES: service.num_pages}
+    return f"{name} ({sizes[name]:,} in all)" if name else "nothing: no request waited"
+
+
+def _limit(memory_wait_s: float, lane_wait_s: float, held_peak: int, service: Service) -> str:
+    """The limit that was waited for more; empty when none was."""
     if max(memory_wait_s, lane_wait_s) <= 0:
-        return "nothing: no request waited"
+        return ""
     if lane_wait_s >= memory_wait_s:
-        return f"prefill lanes ({service.prefill_lanes})"
-    return f"maxRunning ({service.max_running})" if held_peak >= service.max_running else "KV pages"
+        return PREFILL
+    return RUNNING if held_peak >= service.max_running else PAGES
 
 
 def table(replayed: Replayed, service: Service, row_s: float) -> tuple[Row, ...]:
@@ -102,6 +133,7 @@ _COLUMNS = {
     "held": 6,
     "pages, peak": 18,
     "wait": 5,
+    "waits for": 13,
 }
 
 
@@ -112,7 +144,7 @@ def table_text(rows: Sequence[Row], service: Service) -> Iterator[str]:
         pages = f"{row.pages_peak:,} ({row.pages_peak / service.num_pages:.0%})"
         yield (
             f"{row.start_s:>8,.0f} {row.computed_per_s:>13,.0f} {row.prompt_per_s:>9,.0f} {row.prefill_busy:>8.0%} "
-            f"{row.held:>6.1f} {pages:>18} {row.waiting_peak:>5}"
+            f"{row.held:>6.1f} {pages:>18} {row.waiting_peak:>5} {row.binds or '-':>13}"
         )
 
 
@@ -124,6 +156,9 @@ def _row(turns: Sequence[Served], service: Service, start_s: float, end_s: float
         return max(0.0, min(last_s, end_s) - max(first_s, start_s))
 
     busy_s = math.fsum(within(turn.prefill_s, turn.decode_s) for turn in turns)
+    memory_wait_s = math.fsum(within(turn.asked_s, turn.admitted_s) for turn in turns)
+    lane_wait_s = math.fsum(within(turn.admitted_s, turn.prefill_s) for turn in turns)
+    held_peak = _peak([(turn.admitted_s, turn.end_s, 1) for turn in turns], start_s, end_s)
     return Row(
         start_s=start_s,
         computed_per_s=sum(turn.computed_tokens for turn in asked) / seconds,
@@ -132,6 +167,7 @@ def _row(turns: Sequence[Served], service: Service, start_s: float, end_s: float
         held=math.fsum(within(turn.admitted_s, turn.end_s) for turn in turns) / seconds,
         pages_peak=_peak([(turn.admitted_s, turn.end_s, turn.pages) for turn in turns], start_s, end_s),
         waiting_peak=_peak([(turn.asked_s, turn.prefill_s, 1) for turn in turns], start_s, end_s),
+        binds=_limit(memory_wait_s, lane_wait_s, held_peak, service),
     )
 
 
@@ -149,5 +185,6 @@ def _peak(intervals: Sequence[tuple[float, float, int]], start_s: float, end_s: 
     return peak
 
 
-def _percentile(ascending: Sequence[float], share: float) -> float:
+def percentile(ascending: Sequence[float], share: float) -> float:
+    """The least value that at least `share` of them do not exceed; 0 without any."""
     return ascending[math.ceil(share * len(ascending)) - 1] if ascending else 0.0

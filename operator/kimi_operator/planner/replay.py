@@ -72,7 +72,16 @@ class Service:
     max_context: int
 
 
-def predicted_service(decode: Side, prefill: Side, capacity: Capacity, *, reuse: float, max_context: int) -> Service:
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """How prompts are served: `reuse` and `max_context` as in Service, and the most tokens of one step of prefill."""
+
+    reuse: float
+    max_context: int
+    chunk_tokens: int = 2048
+
+
+def predicted_service(decode: Side, prefill: Side, capacity: Capacity, prompts: Prompts) -> Service:
     """The service that predictions describe, lanes of all groups together.
 
     Pages of all lanes count as one pool, requests and prompts as spread evenly, which a router comes close to.
@@ -82,7 +91,7 @@ def predicted_service(decode: Side, prefill: Side, capacity: Capacity, *, reuse:
     prefill_factor, decode_factor = prefill.calibration.factor(), decode.calibration.factor()
 
     def prefill_s(new: int, cached: int, busy: int) -> float:
-        load = PrefillLoad(new, cached, busy_lanes=ceil_div(busy, prefill.groups))
+        load = PrefillLoad(new, cached, prompts.chunk_tokens, ceil_div(busy, prefill.groups))
         return prefill_factor * roofline_s(prefill.setup, load)
 
     def decode_step_s(held: int, context: int) -> float:
@@ -95,8 +104,8 @@ def predicted_service(decode: Side, prefill: Side, capacity: Capacity, *, reuse:
         prefill_lanes=prefill.setup.shape.lanes * prefill.groups,
         prefill_s=prefill_s,
         decode_step_s=decode_step_s,
-        reuse=reuse,
-        max_context=max_context,
+        reuse=prompts.reuse,
+        max_context=prompts.max_context,
     )
 
 
@@ -105,6 +114,8 @@ class Served:
     """One turn as it went. Times in seconds from the start; it holds pages from `admitted_s` to `end_s`."""
 
     session: int
+    turn: int
+    """Its number within the session, from 0."""
     asked_s: float
     admitted_s: float
     prefill_s: float
@@ -112,8 +123,11 @@ class Served:
     decode_s: float
     """When prefill was done."""
     end_s: float
+    context_tokens: int
+    """Those of the prompt that earlier turns asked or answered."""
     prompt_tokens: int
     computed_tokens: int
+    output_tokens: int
     pages: int
 
 
@@ -157,7 +171,9 @@ class _Request:
     """A turn on its way."""
 
     session: int
+    turn: int
     asked_s: float
+    context_tokens: int
     prompt_tokens: int
     computed_tokens: int
     output_tokens: int
@@ -196,16 +212,18 @@ class _State:
         if index == len(self.sessions[session].turns):
             return
         turn, service = self.sessions[session].turns[index], self.service
-        prompt = self.contexts[session] + turn.new_tokens
+        context = self.contexts[session]
+        prompt = context + turn.new_tokens
         whole = prompt + turn.output_tokens
         pages = ceil_div(whole, service.page_size_tokens)
         if whole > service.max_context or pages > service.num_pages:
             self.cut += 1
             return
         self.asked[session] += 1
-        computed = prompt - int(service.reuse * self.contexts[session])
+        computed = prompt - int(service.reuse * context)
         self.contexts[session] = whole
-        self.for_memory.append(_Request(session, now_s, prompt, computed, turn.output_tokens, turn.think_s, pages))
+        tokens = (context, prompt, computed, turn.output_tokens)
+        self.for_memory.append(_Request(session, index, now_s, *tokens, turn.think_s, pages))
         self.move(now_s)
 
     def move(self, now_s: float) -> None:
@@ -239,7 +257,8 @@ class _State:
         self.held, self.pages = self.held - 1, self.pages - request.pages
         r = request
         times = (r.asked_s, r.admitted_s, r.prefill_s, r.decode_s, now_s)
-        self.served.append(Served(r.session, *times, r.prompt_tokens, r.computed_tokens, r.pages))
+        tokens = (r.context_tokens, r.prompt_tokens, r.computed_tokens, r.output_tokens)
+        self.served.append(Served(r.session, r.turn, *times, *tokens, r.pages))
         self.at(now_s + request.think_s, partial(self.ask, request.session))
         self.move(now_s)
 

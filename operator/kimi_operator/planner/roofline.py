@@ -49,6 +49,8 @@ class Graphs(StrEnum):
 
     FULL = "full"
     PIECEWISE = "piecewise"
+    NONE = "none"
+    """Kernel by kernel, as the bundled worker launches. Nobody measured what that adds: it counts as full graphs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +266,8 @@ def _attention_flops(setup: Setup, pairs: int) -> float:
 def _latency_terms(setup: Setup, lane_tokens: int, constants: Constants) -> tuple[Term, ...]:
     a, shape = setup.architecture, setup.shape
     per_layer = constants.launch_s + (constants.piecewise_s if setup.graphs is Graphs.PIECEWISE else 0.0)
-    terms = [Term("launch", a.num_layers * per_layer, f"{a.num_layers} layers, {setup.graphs} graphs")]
+    graphs = "no graphs, counted as full ones" if setup.graphs is Graphs.NONE else f"{setup.graphs} graphs"
+    terms = [Term("launch", a.num_layers * per_layer, f"{a.num_layers} layers, {graphs}")]
     if shape.tensor_parallel > 1:
         each = _all_reduce_s(setup, lane_tokens, constants)
         count = 2 * a.num_layers

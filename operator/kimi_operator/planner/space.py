@@ -10,11 +10,10 @@ from kimi_operator.api.deployment import Role
 from kimi_operator.api.profile import DType, HardwareProfileSpec
 from kimi_operator.errors import Problem
 from kimi_operator.planner.architecture import Architecture
-from kimi_operator.planner.budget import BlockPool, Budget, Captures, PagePool, PoolDesign
+from kimi_operator.planner.budget import BlockPool, Budget, PagePool, PoolDesign
 from kimi_operator.planner.case import Case, Solution, Timing
-from kimi_operator.planner.layout import divides
+from kimi_operator.planner.layout import divides, even_shapes
 from kimi_operator.planner.memory import (
-    GRAPHS_LABEL,
     ExpertFormat,
     GroupShape,
     page_bytes,
@@ -73,7 +72,6 @@ class Search:
     """tensorParallel -> how a GPU's pool is cut: `page_pools` or `block_pools`."""
     experts: ExpertFormat = ExpertFormat.MXFP4
     pool_bytes: int | None = None
-    captures: Captures | None = None
     timing: Callable[[GroupShape, Role], Timing] | None = None
     throughput: Callable[[Layout, Solution, Solution], float] | None = None
     """(layout, prefill, decode) -> requests or tokens a second, more is better. Without it capacity ranks, and
@@ -96,11 +94,8 @@ class Search:
     def budget(self, shape: GroupShape) -> Budget:
         """Memory of a GPU of a group."""
         lines = weight_lines(self.architecture, shape, self.experts, self.profile.runtime.dtype)
-        reserves = reserve_lines(self.profile)
-        if self.captures is not None:
-            reserves = tuple(line for line in reserves if line.label != GRAPHS_LABEL)
-        design = self.design(shape.tensor_parallel)
-        return Budget(self.profile.gpu.memory, lines + reserves, design, self.pool_bytes, self.captures)
+        lines += reserve_lines(self.profile)
+        return Budget(self.profile.gpu.memory, lines, self.design(shape.tensor_parallel), self.pool_bytes)
 
     @cached_property
     def _served(self) -> Workload:
@@ -132,7 +127,8 @@ def block_pools(a: Architecture, row_itemsize: int) -> Callable[[int], PoolDesig
 
 def layouts(request: Search) -> Iterator[Layout]:
     """Layouts whose groups fit. Decode takes all groups that the nodes beside prefill allow: fewer serve no more."""
-    nodes, shapes = request.num_nodes, list(_shapes(request))
+    nodes = request.num_nodes
+    shapes = [shape for n in range(1, nodes + 1) for shape in shapes_of(request, n)]
     for prefill in (shape for shape in shapes if request.fits(Role.PREFILL, shape)):
         for decode in (shape for shape in shapes if request.fits(Role.DECODE, shape)):
             # A rank writes straight into its peer's memory, so lanes of both roles are equally wide.
@@ -142,14 +138,6 @@ def layouts(request: Search) -> Iterator[Layout]:
                 yield Layout(prefill, groups, decode, (nodes - groups * prefill.nodes) // decode.nodes)
 
 
-def _shapes(request: Search) -> Iterator[GroupShape]:
-    """Every shape of up to all nodes that divides the model evenly."""
-    for nodes in range(1, request.num_nodes + 1):
-        yield from shapes_of(request, nodes)
-
-
 def shapes_of(request: Search, nodes: int) -> list[GroupShape]:
     """Shapes of a group of so many nodes that divide the model evenly."""
-    per_node = request.profile.gpu.per_node
-    shapes = (GroupShape(nodes, per_node, tensor_parallel) for tensor_parallel in range(1, per_node + 1))
-    return [shape for shape in shapes if divides(request.architecture, shape)]
+    return even_shapes(request.architecture, nodes, request.profile.gpu.per_node)

@@ -11,7 +11,7 @@ from kimi_operator.planner.architecture import Architecture
 from kimi_operator.planner.memory import ITEMSIZE, GroupShape
 from kimi_operator.planner.objective import Forecast
 from kimi_operator.planner.plan import Infeasible, Plan, make_plan
-from kimi_operator.planner.roofline import DecodeLoad, PrefillLoad, Setup
+from kimi_operator.planner.roofline import DecodeLoad, Graphs, PrefillLoad, Setup
 from kimi_operator.planner.workload import Workload
 from kimi_operator.profiles.measurements import built_in_measurements, calibration_for, worker_engine
 from kimi_operator.profiles.support import support_problem, support_warning
@@ -42,7 +42,7 @@ def forecast_of(a: Architecture, profile: HardwareProfile, kv_dtype: DType, work
         raise InvalidSpec((Problem(field, "nothing", "operations a second", "state the peak of dense bfloat16"),))
     engine = replace(worker_engine(profile), kv_itemsize=ITEMSIZE[kv_dtype])
     # Which factor is nearest does not depend on the layout.
-    one_gpu = Setup(a, chip, GroupShape(1, 1, 1), engine)
+    one_gpu = Setup(a, chip, GroupShape(1, 1, 1), engine, graphs=Graphs.NONE)
 
     def setup(shape: GroupShape, role: Role) -> Setup:
         del role

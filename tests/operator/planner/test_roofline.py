@@ -115,8 +115,9 @@ def test_prefill_flops_agree_with_counting_token_by_token(load: PrefillLoad, bus
     assert MI300X.bf16_flops is not None
     assert terms["attention"] * MI300X.bf16_flops * 0.6 == pytest.approx(attention, rel=1e-9)
     # a short rest may be bound by the bytes of its weights instead
+    off = 0.12 if load.new_tokens % load.chunk_tokens else 1e-9
     assert terms["matrix products"] * MI300X.bf16_flops * 0.15 >= products * (1 - 1e-9)
-    assert terms["matrix products"] * MI300X.bf16_flops * 0.15 == pytest.approx(products, rel=0.12)
+    assert terms["matrix products"] * MI300X.bf16_flops * 0.15 == pytest.approx(products, rel=off)
 
 
 def test_a_prefill_of_few_tokens_takes_as_long_as_reading_the_weights() -> None:
@@ -130,9 +131,20 @@ def test_collectives_take_their_floor_in_decode_and_grow_with_bytes_in_prefill()
     assert decode["expert exchange"] == pytest.approx(92 * 198e-6)
     assert decode["all-reduce"] == pytest.approx(2 * 93 * 18e-6)
     chunk = {term.label: term.seconds for term in prefill_terms(DECODE, PrefillLoad(2048))}
-    # TP2 has one link: both ranks send all rows once; 7 of 8 GPUs' links and one card carry latent rows
+    # TP2 has one link: both ranks send all rows once
     assert chunk["all-reduce"] == pytest.approx(2 * 93 * 2048 * 7168 * 2 / (64e9 * 0.7))
-    assert chunk["expert exchange"] > decode["expert exchange"]
+    # a rank's 1024 rows there and back, to the 10.3 of 16 ranks that 16 experts hit, over links to 7 GPUs
+    rows, ranks_hit = 2 * 1024 * 3584 * 2, 16 * (1 - (15 / 16) ** 16)
+    assert chunk["expert exchange"] == pytest.approx(92 * rows * ranks_hit / (7 * 64e9 * 0.7))
+    # without links the card binds: each row crosses to the 3 other nodes once
+    far = replace(DECODE, chip=replace(MI300X, link_bytes_per_second=None), shape=GroupShape(4, 8, 2))
+    chunk = {term.label: term.seconds for term in prefill_terms(far, PrefillLoad(2048))}
+    assert chunk["expert exchange"] == pytest.approx(92 * 3 * rows / (50e9 * 0.7))
+
+
+def test_the_worker_is_not_said_to_run_graphs() -> None:
+    launch = decode_terms(replace(DECODE, graphs=Graphs.NONE), DecodeLoad(1, 1000))[3]
+    assert (launch.how, launch.seconds) == ("93 layers, no graphs, counted as full ones", pytest.approx(7e-3))
 
 
 def test_one_rank_has_no_collectives_and_a_lane_of_one_no_all_reduce() -> None:
