@@ -8,7 +8,7 @@ import pytest
 import yaml
 from kimi_operator.api import HardwareProfile, dump, parse
 from kimi_operator.api.crd import PROFILE_FOLDER
-from kimi_operator.api.deployment import KimiDeploymentSpec
+from kimi_operator.api.deployment import KimiDeploymentSpec, Transport
 from kimi_operator.api.profile import Basis, WorkerSpec, WorkerSupport
 from kimi_operator.errors import InvalidSpec
 from kimi_operator.planner import Plan, make_plan
@@ -93,6 +93,16 @@ def test_what_nobody_measured_says_so_in_the_lines_of_a_plan() -> None:
     for name in ("mi308x", "mi350x", "mi355x"):
         for label in ("contexts", "symmetric heap", "activations", "captured graphs"):
             assert "(not measured on this hardware)" in hows[name][label], (name, label)
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_it_alone_says_how_mori_spreads_a_transfer(name: str) -> None:
+    """The worker passes MoRI no queue pairs and no threads: whoever tunes them has one place to look."""
+    spec = BUILT_IN[name].spec
+    assert spec.fabric.transport is Transport.MORIIO
+    names = [one.name for one in spec.pod.env]
+    assert len(names) == len(set(names))
+    assert {"MORI_IO_QP_PER_TRANSFER", "MORI_IO_NUM_WORKER_THREADS"} <= set(names)
 
 
 def test_bandwidth_of_mi308x_is_not_verified() -> None:

@@ -46,6 +46,7 @@ LAYOUT: Layout = (
 )
 NUM_PAGES, NUM_SLOTS, NUM_RANKS = 12, 4, 2
 UNITS = {Unit.PAGE: NUM_PAGES, Unit.SLOT: NUM_SLOTS}
+ALL_UNITS = frozenset(UNITS)
 TIMING = Timing(
     reservation_timeout_s=60.0, resend_max_s=4.0, silence_s=4.0, revoke_wait_s=6.0, write_timeout_s=16.0, forget_s=120.0
 )
@@ -105,15 +106,22 @@ class Pool:
 
     def fill(self, holding: Holding, owner: str | None) -> None:
         for rank in range(NUM_RANKS):
-            for start, stamp in _stamps(holding, owner, rank):
+            for _, start, stamp in _stamps(holding, owner, rank):
                 self.ranks[rank][start : start + len(stamp)] = stamp
 
-    def check(self, holding: Holding, owner: str | None, rule: str) -> None:
+    def check(self, holding: Holding, owner: str | None, rule: str, units: frozenset[Unit] = ALL_UNITS) -> None:
         for rank in range(NUM_RANKS):
-            for start, stamp in _stamps(holding, owner, rank):
+            for unit, start, stamp in _stamps(holding, owner, rank):
                 found = self.ranks[rank][start : start + len(stamp)]
-                if found != stamp:
+                if unit in units and found != stamp:
                     raise InvariantError(f"{rule}: rank {rank}, {holding}, byte {start}: found {found.hex()}")
+
+    def check_no_state_of(self, owner: str, holding: Holding) -> None:
+        """No region of the slot may show the bytes that its previous owner left."""
+        for rank in range(NUM_RANKS):
+            for unit, start, stamp in _stamps(holding, owner, rank):
+                if unit is Unit.SLOT and self.ranks[rank][start : start + len(stamp)] == stamp:
+                    raise InvariantError(f"I3: rank {rank}, {holding}, byte {start}: the state of {owner}")
 
     def check_all_free(self) -> None:
         if len(self.free_pages) != NUM_PAGES or len(self.free_slots) != NUM_SLOTS:
@@ -133,14 +141,15 @@ class Pool:
 
 
 @functools.lru_cache(maxsize=1024)
-def _stamps(holding: Holding, owner: str | None, rank: int) -> list[tuple[int, bytes]]:
+def _stamps(holding: Holding, owner: str | None, rank: int) -> list[tuple[Unit, int, bytes]]:
     """Addresses and bytes of all that the owner holds on a rank; without an owner the bytes are poison."""
     stamps = []
     for region in REGIONS:
         size = region.layout.bytes_per_unit
         units: Sequence[int] = holding.pages if region.layout.unit is Unit.PAGE else (holding.slot,)
         for index, unit in enumerate(units):
-            stamps.append((region.pointer + unit * size, _stamp(owner, rank, region.layout.name, index, size)))
+            stamp = _stamp(owner, rank, region.layout.name, index, size)
+            stamps.append((region.layout.unit, region.pointer + unit * size, stamp))
     return stamps
 
 
@@ -290,6 +299,11 @@ class Lane:
         self.pool.check_all_free()
 
 
+def previous_owner(request_id: str) -> str:
+    """Whose bytes a request finds in the memory that it is given."""
+    return f"stale/{request_id}"
+
+
 @dataclass(slots=True)
 class Outcome:
     """How one request ended: done, failed <code>, cancelled, or lost with its process."""
@@ -313,7 +327,7 @@ class DecodeLane(Lane):
         holding = self.pool.take(self.world.rng, num_pages) if self.is_alive else None
         if holding is None:
             return
-        self.pool.fill(holding, f"stale/{request_id}")
+        self.pool.fill(holding, previous_owner(request_id))
         self.held[request_id] = holding
         self.outcomes[request_id] = Outcome()
         tokens = [int(request_id), num_pages]
@@ -355,22 +369,31 @@ class DecodeLane(Lane):
                 raise AssertionError(action)
 
     def _activate(self, action: Activate) -> None:
-        holding, outcome = self.held[action.request_id], self.outcomes[action.request_id]
+        holding, outcome = self._holding(action.request_id), self.outcomes[action.request_id]
         if outcome.ended:
             raise InvariantError(f"I4: {action} after the request was {outcome.ended}")
         if action.first.token_id != int(action.request_id) + 1:
             raise InvariantError(f"I5: {action} has another request's first token")
         outcome.ended = "done"
-        self.pool.check(holding, action.request_id, "I1/I3")
+        self.pool.check(holding, action.request_id, "I1", frozenset({Unit.PAGE}))
+        self.pool.check_no_state_of(previous_owner(action.request_id), holding)
+        self.pool.check(holding, action.request_id, "I1")
         self.world.loop.after(self.world.rng.uniform(0, 3), lambda: self._finish(action.request_id))
 
     def _finish(self, request_id: str) -> None:
         if self.is_alive:
-            self.pool.check(self.held[request_id], request_id, "I2")
+            self.pool.check(self._holding(request_id), request_id, "I2")
             self._free(request_id)
 
     def _free(self, request_id: str) -> None:
-        self.pool.give_back(self.held.pop(request_id))
+        self.pool.give_back(self._holding(request_id))
+        del self.held[request_id]
+
+    def _holding(self, request_id: str) -> Holding:
+        """Both the session and the engine free, in turn: each must still find what it holds."""
+        if request_id not in self.held:
+            raise InvariantError(f"I4: what {request_id} of {self.endpoint} holds was freed before")
+        return self.held[request_id]
 
 
 class PrefillLane(Lane):

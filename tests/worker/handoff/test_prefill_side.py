@@ -196,6 +196,40 @@ def test_repeated_release_and_requests_after_it_are_nothing(side: PrefillSide, d
     assert aborted(side.receive(PEER, Abort(1, THEIRS, MINE), 4.3)).settled
 
 
+def test_query_and_abort_after_release_free_nothing_again(side: PrefillSide, digest: str) -> None:
+    query, abort = Query(1, THEIRS, MINE), Abort(1, THEIRS, MINE)
+    compute(side)
+    wrote(side, digest)
+    assert FreeSource(KEY) in side.receive(PEER, Release(1, THEIRS, MINE), 4.0)
+    # Overtaken by the Release: decode has activated and waits for nothing
+    assert side.receive(PEER, query, 4.1) == []
+    (answer,) = side.receive(PEER, abort, 4.2)
+    assert aborted([answer]).settled
+    # From now on that is the answer, and nothing is freed, cancelled or written again
+    assert [side.receive(PEER, message, 4.3) for message in (query, abort, PREFILL)] == [[answer]] * 3
+    assert side.computed(KEY, [0, 5, 6], 2, FIRST, 4.4) == [FreeSource(KEY)], "a late result is given back"
+    assert (side.num_open, side.next_deadline()) == (0, None)
+
+
+def test_query_after_an_abort_repeats_its_answer(side: PrefillSide, digest: str) -> None:
+    query, abort = Query(1, THEIRS, MINE), Abort(1, THEIRS, MINE)
+    compute(side)
+    assert side.receive(PEER, abort, 2.5) == []
+    assert side.receive(PEER, query, 2.6) == [ACCEPTED], "the writes are still under way"
+    answer = next(action for action in wrote(side, digest) if isinstance(action, Send))
+    assert aborted([answer]).settled
+    assert [side.receive(PEER, message, 4.0) for message in (query, abort, PREFILL)] == [[answer]] * 3
+    assert (side.num_open, side.next_deadline()) == (0, None)
+
+
+def test_query_after_an_unsettled_end_stays_unsettled(side: PrefillSide, digest: str) -> None:
+    compute(side)
+    answer = next(action for action in wrote(side, digest, error="broken", settled=False) if isinstance(action, Send))
+    assert not aborted([answer]).settled
+    assert side.receive(PEER, Query(1, THEIRS, MINE), 4.0) == [answer]
+    assert side.receive(PEER, Abort(1, THEIRS, MINE), 4.1) == [answer]
+
+
 def test_release_of_the_unknown_or_unfinished_frees_nothing(side: PrefillSide) -> None:
     assert side.receive(PEER, Release(7, THEIRS, MINE), 1.0) == []
     queue(side)

@@ -4,8 +4,10 @@ import os
 from typing import Any
 
 import pytest
-from kimi_worker.handoff.actions import Action, Send
+from kimi_worker.handoff import decode_side, prefill_side, rank
+from kimi_worker.handoff.actions import Action, FreeReservation, Send
 from kimi_worker.handoff.decode_side import DecodeSide
+from kimi_worker.handoff.plan import Copy, Unit, digest_of_reservation, plan_copies
 from kimi_worker.handoff.prefill_side import PrefillSide
 from kimi_worker.protocol.handoff import Release
 from msgspec.structs import replace
@@ -70,6 +72,7 @@ def test_notifying_before_the_writes_land_breaks_i1() -> None:
 
 _wrote, _aborted, _close_below = PrefillSide._wrote, PrefillSide._aborted, PrefillSide._close_numbers_below
 _prefill_meets, _decode_meets = PrefillSide._meet, DecodeSide._meet
+_release, _free, _decode_landed = PrefillSide._release, DecodeSide._free, DecodeSide._landed
 
 
 def free_at_once(side: DecodeSide, item: Any, now: float) -> list[Action]:
@@ -101,6 +104,27 @@ def forget_what_is_closed(side: PrefillSide, link: Any, oldest: int) -> list[Act
     return actions
 
 
+def leave_out_the_state(layout: Any, write: Any) -> list[Copy]:
+    return [copy for copy in plan_copies(layout, write) if layout[copy.region].unit is Unit.PAGE]
+
+
+def look_at_the_pages_alone(layout: Any, page_ids: Any, slot: int) -> str:
+    return digest_of_reservation(tuple(region for region in layout if region.unit is Unit.PAGE), page_ids, slot)
+
+
+def free_the_source_twice(side: PrefillSide, link: Any, message: Any) -> list[Action]:
+    return [action for action in _release(side, link, message) for _ in range(2)]
+
+
+def free_the_reservation_twice(side: DecodeSide, item: Any) -> list[Action]:
+    return _free(side, item) * 2
+
+
+def activate_and_free(side: DecodeSide, item: Any, message: Any, now: float) -> list[Action]:
+    """The session frees what it has handed to the engine, which frees it again when the request ends."""
+    return [*_decode_landed(side, item, message, now), FreeReservation(item.request.request_id)]
+
+
 def never_ask_again(side: DecodeSide, item: Any, now: float) -> Action:
     item.next_send = float("inf")
     return Send(item.request.prefill, Release(0, side.epoch, 0))
@@ -126,6 +150,18 @@ def accept_any_prefill(side: DecodeSide, peer: str, hello: Any, now: float) -> l
         pytest.param(
             "I2", [(PrefillSide, "_close_numbers_below", forget_what_is_closed)], id="late request done again"
         ),
+        pytest.param(
+            "I3",
+            [
+                (rank, "plan_copies", leave_out_the_state),
+                (prefill_side, "digest_of_reservation", look_at_the_pages_alone),
+                (decode_side, "digest_of_reservation", look_at_the_pages_alone),
+            ],
+            id="state not handed over",
+        ),
+        pytest.param("I4", [(PrefillSide, "_release", free_the_source_twice)], id="prefill frees twice"),
+        pytest.param("I4", [(DecodeSide, "_free", free_the_reservation_twice)], id="decode frees twice"),
+        pytest.param("I4", [(DecodeSide, "_landed", activate_and_free)], id="freed by the session and the engine"),
         pytest.param("I5", [(DecodeSide, "_query", never_ask_again)], id="lost answers not asked for"),
         pytest.param(
             "I6",
@@ -134,7 +170,7 @@ def accept_any_prefill(side: DecodeSide, peer: str, hello: Any, now: float) -> l
         ),
     ],
 )
-def test_a_planted_bug_shows(rule: str, plants: list[tuple[type, str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planted_bug_shows(rule: str, plants: list[tuple[object, str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     for owner, name, bug in plants:
         monkeypatch.setattr(owner, name, bug)
     assert breaks(rule)
