@@ -11,7 +11,17 @@ import pytest
 from kimi_operator.planner.memory import GroupShape
 from kimi_operator.planner.predict import Capacity, Side
 from kimi_operator.planner.pressure import summarise, table, table_text
-from kimi_operator.planner.replay import Agents, Replayed, Service, Session, Turn, draw, predicted_service, replay
+from kimi_operator.planner.replay import (
+    Agents,
+    Prompts,
+    Replayed,
+    Service,
+    Session,
+    Turn,
+    draw,
+    predicted_service,
+    replay,
+)
 from kimi_operator.planner.roofline import DecodeLoad, PrefillLoad, Setup
 from kimi_operator.profiles import architecture, built_in_profiles
 from kimi_operator.profiles.measurements import built_in_measurements, calibration_for, worker_engine
@@ -192,9 +202,9 @@ def test_context_grows_by_what_was_asked_and_answered() -> None:
     ("service", "named"),
     [
         (ROOMY, "nothing"),
-        (replace(ROOMY, prefill_lanes=1), "prefill lanes (1)"),
-        (replace(ROOMY, max_running=2), "maxRunning (2)"),
-        (replace(ROOMY, num_pages=60), "KV pages"),
+        (replace(ROOMY, prefill_lanes=1), "prefill lanes (1 in all)"),
+        (replace(ROOMY, max_running=2), "maxNumSeqs (2 in all)"),
+        (replace(ROOMY, num_pages=60), "KV pages (60 in all)"),
     ],
 )
 def test_the_summary_names_what_bound(service: Service, named: str) -> None:
@@ -267,7 +277,7 @@ def k3_service(reuse: float, num_pages: int = 15_000) -> Service:
     setup = Setup(architecture("kimi-k3"), found.chip(profile), GroupShape(2, 8, 2), worker_engine(profile))
     decode, prefill = (Side(setup, calibration_for(setup, phase, None)) for phase in (DecodeLoad, PrefillLoad))
     room = Capacity(max_num_seqs=32, num_pages=num_pages, page_size_tokens=64)
-    return predicted_service(decode, prefill, room, reuse=reuse, max_context=900_000)
+    return predicted_service(decode, prefill, room, Prompts(reuse, max_context=900_000))
 
 
 def test_a_predicted_service_serves_as_its_predictions_say() -> None:
@@ -284,7 +294,7 @@ def test_a_predicted_service_serves_as_its_predictions_say() -> None:
 def test_agents_without_reuse_swamp_prefill_that_serves_them_well_with_it() -> None:
     sessions = draw(K3_AGENTS, 0)
     runs = {share: summarise(replay(sessions, k3_service(share)), k3_service(share)) for share in (0.0, 0.9)}
-    assert runs[0.0].binds == "prefill lanes (8)"
+    assert runs[0.0].binds == "prefill lanes (8 in all)"
     swamped = k3_service(reuse=0.0)
     assert max(row.prefill_busy for row in table(replay(sessions, swamped), swamped, 60.0)) > 0.95
     assert swamped.prefill_s(20_000, 0, 8) > 1.2 * swamped.prefill_s(20_000, 0, 1), "lanes share the experts' ranks"
@@ -295,5 +305,5 @@ def test_agents_without_reuse_swamp_prefill_that_serves_them_well_with_it() -> N
 def test_a_small_pool_makes_agents_wait_for_pages() -> None:
     service = k3_service(reuse=0.9, num_pages=1000)
     summary = summarise(replay(draw(K3_AGENTS, 0), service), service)
-    assert summary.binds == "KV pages"
+    assert summary.binds == "KV pages (8,000 in all)"
     assert summary.pages_peak > 0.9 * service.num_pages
