@@ -38,7 +38,7 @@ def wait_ready(process: subprocess.Popen[bytes], timeout_s: float = 120) -> floa
 
 async def complete(client: httpx.AsyncClient, num_prompt: int, max_tokens: int, seed: int) -> None:
     body = {
-        "model": "kimi-k3", "prompt": [65 + (seed * 7 + i) % 26 for i in range(num_prompt)],
+        "prompt": [65 + (seed * 7 + i) % 26 for i in range(num_prompt)],
         "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True,
     }  # fmt: skip
     (await client.post("/v1/completions", json=body)).raise_for_status()

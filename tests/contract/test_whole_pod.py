@@ -21,7 +21,7 @@ from replay_fixtures import NUM_RANKS, SPECIAL, VOCAB_SIZE, write_tokenizer
 
 pytestmark = pytest.mark.multiproc
 
-MODEL = "kimi-k3"
+MODEL = "model-of-words"
 ASK: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "hello world"}]}
 GREEDY: dict[str, Any] = {**ASK, "temperature": 0, "max_tokens": 12, "logprobs": True, "top_logprobs": 2}
 IDS = {"extra_body": {"return_token_ids": True}}
@@ -30,7 +30,7 @@ IDS = {"extra_body": {"return_token_ids": True}}
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Random weights with the vocabulary of the replayed pods."""
-    folder = tmp_path_factory.mktemp("model")
+    folder = tmp_path_factory.mktemp(MODEL, numbered=False)
     config = checkpoint_factory.config_json()
     config["text_config"]["vocab_size"] = VOCAB_SIZE
     config |= {"bos_token_id": NUM_RANKS, "eos_token_id": NUM_RANKS + SPECIAL.index("<|end_of_msg|>")}
@@ -86,6 +86,16 @@ async def test_answers_do_not_depend_on_the_company(client: AsyncOpenAI) -> None
         assert [entry.logprob for entry in choice.logprobs.content or []] == pytest.approx(wanted, abs=1e-4)
     for entry in alone.logprobs.content or []:
         assert entry.logprob == pytest.approx(max(top.logprob for top in entry.top_logprobs))
+
+
+async def test_a_model_is_named_by_its_folder(client: AsyncOpenAI) -> None:
+    assert [model.id async for model in client.models.list()] == [MODEL]
+
+
+async def test_only_this_machine_is_let_in(client: AsyncOpenAI, url: str) -> None:
+    """Nothing asks who a client is. All of 127.0.0.0/8 leads to a process that listens on all addresses."""
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", httpx.URL(url).port), timeout=10)
 
 
 async def test_a_seed_repeats_a_sampled_answer(client: AsyncOpenAI) -> None:

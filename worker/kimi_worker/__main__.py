@@ -18,6 +18,7 @@ from cyclopts import Parameter
 from kimi_worker.logs import configure_logs
 from kimi_worker.processes import die_with, fork_child, run_child, wait_for_first
 from kimi_worker.settings import (
+    LOOPBACK,
     PodIdentity,
     RouterSettings,
     SettingsError,
@@ -35,25 +36,36 @@ SettingsFile = Annotated[Path | None, Parameter(help="Settings file; $KIMI_SETTI
 
 
 @app.command
-def serve(*, settings: SettingsFile = None, standalone: Path | None = None, port: int = 8000) -> int:
+def serve(
+    *,
+    settings: SettingsFile = None,
+    standalone: Path | None = None,
+    host: str = LOOPBACK,
+    port: int = 8000,
+    model_name: str | None = None,
+) -> int:
     """Run a worker pod until SIGTERM, which drains it.
 
     Parameters
     ----------
     standalone
         Checkpoint folder: serve it with one rank on this machine, without settings file, prefill lanes and router.
+    host
+        Address that the API listens on, with --standalone; 0.0.0.0 lets other machines in, and no key is asked for.
     port
         Port of the API, with --standalone.
+    model_name
+        Name of the model in the API, with --standalone; that of the checkpoint folder by default.
     """
     # Process 1 of a container ignores what it does not handle, and a pod may be deleted before it has started anything.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     configure_logs("supervisor")
     if standalone is None:
         return _serve_pod(settings or settings_path(), pod_identity)
-    return _serve_alone(standalone, port)
+    return _serve_alone(standalone, partial(standalone_settings, port=port, host=host, served_name=model_name))
 
 
-def _serve_alone(checkpoint: Path, port: int) -> int:
+def _serve_alone(checkpoint: Path, make_settings: Callable[..., WorkerSettings]) -> int:
     from kimi_worker.model.config import ConfigError, read_config  # noqa: PLC0415
 
     with tempfile.TemporaryDirectory(prefix="kimi-") as folder:
@@ -64,7 +76,7 @@ def _serve_alone(checkpoint: Path, port: int) -> int:
         except ConfigError as error:
             print(f"kimi-worker: {error}", file=sys.stderr)  # noqa: T201 - for whoever started the command
             return 1
-        path.write_text(standalone_settings(checkpoint.resolve(), port, longest).model_dump_json())
+        path.write_text(make_settings(checkpoint.resolve(), longest=longest).model_dump_json())
         return _serve_pod(path, lambda: PodIdentity(run_dir=run_dir))
 
 

@@ -9,6 +9,7 @@ from typing import Annotated, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
 
 Port = Annotated[int, Field(ge=1, le=65535)]
+LOOPBACK = "127.0.0.1"
 
 
 class SettingsError(Exception):
@@ -120,6 +121,8 @@ class HandoffSettings(Section):
 
 
 class PortSettings(Section):
+    address: Annotated[str, Field(min_length=1)] = "0.0.0.0"  # noqa: S104 - a pod's network is its own
+    """Where the API listens; all addresses by default."""
     api: Port = 8000
     rendezvous: Port = 29500
     coordinator: Port = 29501
@@ -179,23 +182,26 @@ class WorkerSettings(Section):
         return self
 
 
-def standalone_settings(checkpoint: Path, port: int, longest: int) -> WorkerSettings:
+def standalone_settings(
+    checkpoint: Path, port: int, longest: int, *, host: str = LOOPBACK, served_name: str | None = None
+) -> WorkerSettings:
     """One rank that does everything, for development and as the comparison of a disaggregated service.
 
-    `longest`: the tokens that the checkpoint can hold.
+    `longest`: the tokens that the checkpoint can hold; the model is named after the checkpoint's folder by default.
     """
+    name = served_name or checkpoint.resolve().name or "model"
     max_model_len, max_num_seqs, page_size_tokens = min(8192, longest), 8, 64
     return WorkerSettings(
         deployment="standalone",
         role=Role.BOTH,
-        model=ModelSettings(checkpoint=checkpoint, served_name="kimi-k3", max_model_len=max_model_len),
+        model=ModelSettings(checkpoint=checkpoint, served_name=name, max_model_len=max_model_len),
         limits=LimitSettings(
             max_num_seqs=max_num_seqs,
             num_pages=max_num_seqs * -(-max_model_len // page_size_tokens),
             page_size_tokens=page_size_tokens,
             num_state_slots=max_num_seqs,
         ),
-        ports=PortSettings(api=port),
+        ports=PortSettings(address=host, api=port),
     )
 
 

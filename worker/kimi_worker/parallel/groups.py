@@ -182,6 +182,9 @@ def connect(place: RankPlace, device: torch.device, meeting: Rendezvous) -> Grou
 
 
 def _open_store(place: RankPlace, meeting: Rendezvous) -> dist.Store:
+    if place.world_size == 1:
+        # Nobody else comes: no port, which the store would open on all addresses.
+        return dist.HashStore()
     is_master = place.rank == 0
     store = dist.TCPStore(
         # Rank 0 reaches its own store without the name service.

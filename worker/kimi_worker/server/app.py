@@ -200,7 +200,7 @@ def _add_pod_routes(app: FastAPI, pod: Pod) -> None:
 
 async def serve(settings: WorkerSettings, identity: PodIdentity) -> None:
     """Run the API process until a signal; streams that run get `timeouts.drain_s` to end. Raises PortError."""
-    listener = take_port(settings.ports.api)
+    listener = take_port(settings.ports.api, settings.ports.address)
     log_privately()
     config = uvicorn_config(create_app(settings, identity), settings.timeouts.drain_s)
     spare_collector()

@@ -14,18 +14,24 @@ class PortError(Exception):
     """The port cannot be taken; the message says which, why and by whom it is held."""
 
 
-def take_port(port: int) -> socket.socket:
-    """Listen on a port of all addresses. Raises PortError."""
+def take_port(port: int, address: str = "0.0.0.0") -> socket.socket:  # noqa: S104  # the pod's network is its own
+    """Listen on a port of one of this machine's addresses, or of all. Raises PortError."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
-        listener = socket.create_server(("0.0.0.0", port), backlog=BACKLOG)  # noqa: S104  # the pod's network is its own
+        listener = socket.create_server((address, port), family=family, backlog=BACKLOG)
     except OSError as error:
-        what = f"port {port} cannot be listened on: {os.strerror(error.errno or 0)}"
+        what = f"port {port} of {address} cannot be listened on: {_cause(error)}"
         if error.errno != errno.EADDRINUSE:
             raise PortError(what) from error
         raise PortError(f"{what}; {_holder(port)} has it: end that process or set another port") from error
     # inherited by every connection: a peer whose machine is gone is noticed while nothing is said
     keep_alive(listener)
     return listener
+
+
+def _cause(error: OSError) -> str:
+    """Without what Python adds, which repeats the address; an error of the name service has numbers of its own."""
+    return str(error.strerror) if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
 
 
 def keep_alive(connection: socket.socket) -> None:
