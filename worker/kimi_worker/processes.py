@@ -4,20 +4,23 @@ import ctypes
 import os
 import signal
 import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import structlog
+import zmq
 
 from kimi_worker.logs import configure_logs
+from kimi_worker.server.private_logs import frames, places
 
 log = structlog.get_logger()
 
 PR_SET_PDEATHSIG = 1
 CONSEQUENCES = frozenset({"CollectiveError", "GroupLostError"})
 """Errors of a process that is sound itself: another one has left it."""
+_ABOUT_THE_MACHINE = (OSError, RuntimeError, MemoryError, ImportError, zmq.ZMQError)
+"""Errors of files, addresses and memory; torch tells of a device by RuntimeError."""
 
 
 class LastWords(msgspec.Struct, frozen=True):
@@ -49,9 +52,8 @@ def run_child(process: str, run_dir: Path, name: str, body: Callable[[], None]) 
     try:
         body()
     except Exception as error:  # noqa: BLE001 - the edge of the process
-        kind = type(error).__name__
-        _leave(run_dir, process, LastWords(f"{name}: {kind}: {error}", kind in CONSEQUENCES))
-        log.error("process_failed", process=process, error=str(error), traceback=traceback.format_exc())
+        _leave(run_dir, process, LastWords(f"{name}: {_told(error)}", type(error).__name__ in CONSEQUENCES))
+        log.error("process_failed", process=process, errors=places(error))
         sys.stderr.flush()
         # Destructors of collectives and transports may wait for peers that are gone.
         os._exit(1)
@@ -83,6 +85,19 @@ def wait_for_first(names: dict[int, str], run_dir: Path, collectives: str) -> No
         process = names[pid].replace(" ", "-")
         is_consequence = collectives == "nccl" and -code == signal.SIGABRT
         _leave(run_dir, process, LastWords(f"{names[pid]}: killed by {signal.Signals(-code).name}", is_consequence))
+
+
+def _told(error: Exception) -> str:
+    """An error for the pod's termination message, which anybody may read who sees the pod.
+
+    In its own words where they are about the machine or say what to do; those of a bug may quote a prompt, so that only
+    its place is told.
+    """
+    kind = type(error).__name__
+    is_ours = type(error).__module__.split(".")[0] in ("kimi_worker", "kimi_kernels")
+    if is_ours or isinstance(error, _ABOUT_THE_MACHINE):
+        return f"{kind}: {error}"
+    return f"{kind} at {frames(error)[-1]}"
 
 
 def _leave(run_dir: Path, process: str, words: LastWords) -> None:

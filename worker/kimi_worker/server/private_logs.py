@@ -26,7 +26,7 @@ def log_privately() -> None:
 
 def places(error: BaseException | None) -> list[dict[str, object]]:
     """The error, then those that led to it: type, and frames from the outermost to where it was raised."""
-    return [{"type": type(each).__qualname__, "frames": _frames(each)} for each in _chain(error)]
+    return [{"type": type(each).__qualname__, "frames": frames(each)} for each in _chain(error)]
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
@@ -42,12 +42,13 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         waiting.append(each.__cause__ or (None if each.__suppress_context__ else each.__context__))
 
 
-def _frames(error: BaseException) -> list[str]:
-    frames = [
+def frames(error: BaseException) -> list[str]:
+    """Where it passed, the innermost ones, down to where it was raised."""
+    passed = [
         f"{frame.f_code.co_filename}:{line} {frame.f_code.co_qualname}"
         for frame, line in traceback.walk_tb(error.__traceback__)
     ]
-    return frames[-_MAX_FRAMES:]
+    return passed[-_MAX_FRAMES:]
 
 
 class _Handler(logging.Handler):
