@@ -1,6 +1,7 @@
 """Whatever a client sends: an OpenAI-style error that names the field, never a 500, never a hang."""
 
 import json
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -91,6 +92,44 @@ def test_a_wrong_field_is_named(intake: Intake, fields: dict[str, Any], param: s
     assert caught.value.status == 400
     assert caught.value.param == param
     assert param in caught.value.message
+
+
+WORDS: list[tuple[dict[str, Any], str]] = [
+    ({"tools": [{"type": "function"}]}, "tools: got a list of 1; this server does not call tools; leave the field out"),
+    ({"tool_choice": "required"}, "tool_choice: got 'required'; this server does not call tools; leave the field out"),
+    ({"messages": [USER, {"role": "tool", "content": "5"}]}, "messages.1.role: got 'tool'; this server does not call"),
+    (
+        {"messages": [{"role": "assistant", "content": "a", "tool_calls": [{}, {}]}]},
+        "messages.0.tool_calls: got a list of 2; this server does not call tools; leave the field out",
+    ),
+    ({"messages": [{**USER, "weight": 1}]}, "messages.0.weight: unknown field; leave it out or mend its spelling"),
+    ({"n": 2}, "n: got 2; one request gets one answer, so send one for each; leave the field out"),
+    ({"n": True}, "n: got true; "),
+    ({"response_format": {"type": "json_object"}}, "response_format: got an object; answers are free text"),
+    ({"max_tokens": 0}, "max_tokens: got 0; want at least 1"),
+    ({"max_tokens": True}, "max_tokens: got true; want an integer"),
+    ({"stop": ["a"] * 17}, "stop: got a list of 17; want a list of at most 16 items"),
+    ({"messages": None}, "messages: got null; want a list"),
+    ({"messages": [{"content": "x"}]}, "messages.0.role: is missing; send it"),
+    ({"stream": True, "stream_options": {"usage": True}}, "stream_options.usage: unknown field; leave it out"),
+]
+
+
+@pytest.mark.parametrize(("fields", "words"), WORDS)
+def test_an_error_says_what_came_and_what_to_do(intake: Intake, fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        intake.chat_work(json.dumps(chat_body(**fields)).encode())
+    assert caught.value.message.startswith(words)
+
+
+PYTHON = re.compile(r"\b(None|True|False|dict|list\)|str|NoneType|Input should|should have|is supported)\b|[{\[]")
+
+
+@pytest.mark.parametrize(("fields", "_"), CHAT_ERRORS)
+def test_no_error_speaks_python(intake: Intake, fields: dict[str, Any], _: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        intake.chat_work(json.dumps(chat_body(**fields)).encode())
+    assert not PYTHON.search(caught.value.message), caught.value.message
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,10 @@
 """OpenAI's requests as this server reads them: what is not understood is refused by name, never ignored."""
 
 from dataclasses import dataclass
-from typing import Annotated, Self, TypeVar
+from typing import Annotated, NamedTuple, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails
 
 MAX_LOGPROBS = 20
 _INT64 = 2**63
@@ -12,16 +13,23 @@ _MAX_ECHO = 60
 
 
 def echo(value: object) -> str:
-    """What a client sent, for an error's message: text is quoted and cut, a list or object is named by its kind.
+    """What a client sent, for an error's message, in JSON's words: text is quoted and cut, a list is counted.
 
     All such values pass here.
     """
-    if isinstance(value, str):
-        # cut before it is quoted, too: it may have a million characters
-        return _cut(repr(value[: _MAX_ECHO + 1]))
-    if isinstance(value, bool | float) or value is None or (isinstance(value, int) and abs(value) < 10**_MAX_ECHO):
-        return repr(value)
-    return type(value).__name__
+    match value:
+        case str():
+            # cut before it is quoted, too: it may have a million characters
+            return _cut(repr(value[: _MAX_ECHO + 1]))
+        case None | bool():
+            return "null" if value is None else str(value).lower()
+        case list():
+            return f"a list of {len(value)}"
+        case int() if abs(value) >= 10**_MAX_ECHO:
+            return f"a number of over {_MAX_ECHO} digits"
+        case int() | float():
+            return repr(value)
+    return "an object"
 
 
 def _cut(text: str) -> str:
@@ -48,6 +56,15 @@ class ApiError(Exception):
         """The request is wrong in this field, whose name may be the client's own too."""
         param = _cut(param)
         return cls(400, f"{param}: {message}", param=param, code=code)
+
+    @classmethod
+    def unknown_field(cls, param: str) -> "ApiError":
+        return cls.bad(param, "unknown field; leave it out or mend its spelling", code="unknown_parameter")
+
+    @classmethod
+    def unsupported(cls, param: str, value: object, why: str) -> "ApiError":
+        """The field is known and asks for what `why` says is not done here."""
+        return cls.bad(param, f"got {echo(value)}; {why}; leave the field out", code="unsupported_parameter")
 
     @classmethod
     def not_now(cls, code: str, message: str, *, status: int = 503) -> "ApiError":
@@ -80,39 +97,53 @@ _HARMLESS = {
     "parallel_tool_calls", "include_reasoning", "separate_reasoning",
 }  # fmt: skip
 
-# Known fields that are not supported, with the values that ask for nothing.
-_NEUTRAL: dict[str, tuple[object, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
-    "echo": (False,),
-    "suffix": ("",),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "length_penalty": (1,),
-    "top_k": (-1, 0),
-    "min_p": (0,),
-    "min_tokens": (0,),
-    "logit_bias": ({},),
-    "store": (False,),
-    "priority": (0,),
-    "use_beam_search": (False,),
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True, False),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
-    "add_special_tokens": (False,),
-    "include_stop_str_in_output": (False,),
-    "modalities": (["text"],),
-    "response_format": ({"type": "text"},),
-    "tools": ([],),
-    "functions": ([],),
-    "tool_choice": ("none", "auto"),
-    "function_call": ("none", "auto"),
-    "audio": (),
-    "prediction": (),
-    "web_search_options": (),
-    "verbosity": (),
+
+class Unsupported(NamedTuple):
+    """A known field that asks for what this server does not do."""
+
+    why: str
+    neutral: tuple[object, ...] = ()
+    """Values that ask for nothing."""
+
+
+NO_TOOLS = "this server does not call tools"
+_NO_PENALTIES = "this server samples without penalties"
+_ONE_ANSWER = "one request gets one answer, so send one for each"
+_TEXT_ONLY = "this server answers in text only"
+_TWO_FILTERS = "this server samples by temperature and top_p alone"
+
+_UNSUPPORTED: dict[str, Unsupported] = {
+    "n": Unsupported(_ONE_ANSWER, (1,)),
+    "best_of": Unsupported(_ONE_ANSWER, (1,)),
+    "echo": Unsupported("an answer does not repeat its prompt", (False,)),
+    "suffix": Unsupported("this server does not fill in text before a suffix", ("",)),
+    "presence_penalty": Unsupported(_NO_PENALTIES, (0,)),
+    "frequency_penalty": Unsupported(_NO_PENALTIES, (0,)),
+    "repetition_penalty": Unsupported(_NO_PENALTIES, (1,)),
+    "length_penalty": Unsupported(_NO_PENALTIES, (1,)),
+    "top_k": Unsupported(_TWO_FILTERS, (-1, 0)),
+    "min_p": Unsupported(_TWO_FILTERS, (0,)),
+    "min_tokens": Unsupported("answers have no least length", (0,)),
+    "logit_bias": Unsupported("this server does not bias tokens", ({},)),
+    "store": Unsupported("this server keeps no answers", (False,)),
+    "priority": Unsupported("requests are answered in the order in which they come", (0,)),
+    "use_beam_search": Unsupported("this server does no beam search", (False,)),
+    "skip_special_tokens": Unsupported("special tokens are never part of an answer", (True,)),
+    "spaces_between_special_tokens": Unsupported("special tokens are never part of an answer", (True, False)),
+    "add_generation_prompt": Unsupported("a prompt always ends where the assistant's answer begins", (True,)),
+    "continue_final_message": Unsupported("an answer is always a new message", (False,)),
+    "add_special_tokens": Unsupported("nothing is added to a prompt", (False,)),
+    "include_stop_str_in_output": Unsupported("stop strings are never part of an answer", (False,)),
+    "modalities": Unsupported(_TEXT_ONLY, (["text"],)),
+    "response_format": Unsupported("answers are free text and held to no format", ({"type": "text"},)),
+    "tools": Unsupported(NO_TOOLS, ([],)),
+    "functions": Unsupported(NO_TOOLS, ([],)),
+    "tool_choice": Unsupported(NO_TOOLS, ("none", "auto")),
+    "function_call": Unsupported(NO_TOOLS, ("none", "auto")),
+    "audio": Unsupported(_TEXT_ONLY),
+    "prediction": Unsupported("this server takes no predicted text"),
+    "web_search_options": Unsupported("this server does not search the web"),
+    "verbosity": Unsupported("how long an answer shall be is said in the prompt"),
 }
 
 
@@ -230,16 +261,15 @@ class CompletionRequest(GenerationRequest):
 
 
 def _check_extra(name: str, value: object) -> None:
-    if name in _HARMLESS or (name in _NEUTRAL and value is None):
+    if name in _HARMLESS or (name in _UNSUPPORTED and value is None):
         return
-    if name not in _NEUTRAL:
-        raise ApiError.bad(name, "unknown field; leave it out", code="unknown_parameter")
-    allowed = _NEUTRAL[name]
+    if name not in _UNSUPPORTED:
+        raise ApiError.unknown_field(name)
+    why, neutral = _UNSUPPORTED[name]
     # True equals 1 in Python, not in JSON
-    if any(value == option and isinstance(value, bool) == isinstance(option, bool) for option in allowed):
+    if any(value == option and isinstance(value, bool) == isinstance(option, bool) for option in neutral):
         return
-    choice = f"only {' or '.join(map(repr, allowed))} is" if allowed else "this field is not"
-    raise ApiError.bad(name, f"{choice} supported; leave it out", code="unsupported_parameter")
+    raise ApiError.unsupported(name, value, why)
 
 
 RequestT = TypeVar("RequestT", bound=GenerationRequest)
@@ -253,12 +283,41 @@ def read_request(body: bytes, kind: type[RequestT]) -> RequestT:
         errors = error.errors(include_url=False, include_context=False)
         if errors[0]["type"] == "json_invalid":
             raise ApiError(400, f"body: {errors[0]['msg']}", param="body", code="invalid_json") from None
-        # of the branches of a union the one that came furthest says most
+        # of the branches of a union the one that came furthest says most: to an item, else past the kind of the value
         worst = max(
-            (each for each in errors if each["loc"][:1] == errors[0]["loc"][:1]), key=lambda each: len(each["loc"])
+            (each for each in errors if each["loc"][:1] == errors[0]["loc"][:1]),
+            key=lambda each: (len(each["loc"]), not each["type"].endswith("_type")),
         )
-        param = ".".join(str(part) for part in worst["loc"] if not _is_branch(part)) or "body"
-        raise ApiError.bad(param, f"{worst['msg']} (got {_shown(worst['input'])})") from None
+        raise _invalid(worst) from None
+
+
+def _invalid(error: ErrorDetails) -> ApiError:
+    param = ".".join(str(part) for part in error["loc"] if not _is_branch(part)) or "body"
+    match error["type"]:
+        case "missing":
+            return ApiError.bad(param, "is missing; send it", code="missing_parameter")
+        case "extra_forbidden":
+            return ApiError.unknown_field(param)
+    want = error["msg"].partition(" after validation")[0]
+    for subject, ours in _SUBJECTS.items():
+        want = want.replace(subject, ours)
+    return ApiError.bad(param, f"got {_shown(error['input'])}; {want}")
+
+
+_SUBJECTS = {
+    "Input should be": "want",
+    "List should have": "want a list of",
+    "String should have": "want a string of",
+    "a valid array": "a list",
+    "a valid ": "a ",
+    "a integer": "an integer",
+    "boolean": "true or false",
+    "a true": "true",
+    "greater than or equal to": "at least",
+    "less than or equal to": "at most",
+    "greater than": "more than",
+}
+"""Pydantic's words and ours, in this order."""
 
 
 def _is_branch(part: int | str) -> bool:
@@ -268,4 +327,4 @@ def _is_branch(part: int | str) -> bool:
 
 def _shown(value: object) -> str:
     """A rejected value for the message: its kind where it is text, which may be a prompt."""
-    return type(value).__name__ if isinstance(value, str) else echo(value)
+    return "a string" if isinstance(value, str) else echo(value)

@@ -5,13 +5,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, NoReturn, TypeAlias
 
-from kimi_worker.protocol.openai import ApiError, Message, echo
+from kimi_worker.protocol.openai import NO_TOOLS, ApiError, Message, echo
 from kimi_worker.server.effort import DEFAULT_EFFORT, EffortMessage, EncoderError, read_effort_message
 from kimi_worker.server.text import Detokenizer, Tokenizer, TokenizerError, read_json
 
 Segment: TypeAlias = int | str
 """A control token's id, or plain text that is encoded on its own."""
 
+_OF_TOOLS = frozenset({"tool_calls", "tool_call_id", "function_call"})
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
 
@@ -60,8 +61,9 @@ class ChatFormat:
     def _message(self, message: Message, where: str, thinking: bool) -> list[Segment]:
         role = _ROLES.get(message.role)
         if role is None:
+            why = f"; {NO_TOOLS}" if message.role in ("tool", "function") else ""
             raise ApiError.bad(
-                f"{where}.role", f"got {echo(message.role)}; want system, developer, user or assistant (no tools yet)"
+                f"{where}.role", f"got {echo(message.role)}{why}; want system, developer, user or assistant"
             )
         _refuse_extras(message, where)
         text = _text(message.content, f"{where}.content", is_optional=role == "assistant")
@@ -110,14 +112,16 @@ def _refuse_extras(message: Message, where: str) -> None:
     known = {"reasoning_content", "reasoning"} if message.role == "assistant" else set()
     for name, value in (message.model_extra or {}).items():
         if name not in known and value not in (None, [], {}):
-            raise ApiError.bad(f"{where}.{name}", "not supported; leave it out", code="unsupported_parameter")
+            if name in _OF_TOOLS:
+                raise ApiError.unsupported(f"{where}.{name}", value, NO_TOOLS)
+            raise ApiError.unknown_field(f"{where}.{name}")
 
 
 def _reasoning(message: Message, where: str) -> str:
     extra = message.model_extra or {}
     text = extra.get("reasoning_content") or extra.get("reasoning") or ""
     if not isinstance(text, str):
-        raise ApiError.bad(f"{where}.reasoning_content", f"want a string, got {type(text).__name__}")
+        raise ApiError.bad(f"{where}.reasoning_content", f"got {_kind(text)}; want a string")
     return text if text.strip() else ""
 
 
@@ -128,16 +132,16 @@ def _text(content: object, where: str, *, is_optional: bool) -> str:
         return ""
     if isinstance(content, list):
         return "".join(_part(part, f"{where}.{index}") for index, part in enumerate(content))
-    raise ApiError.bad(where, f"want a string or a list of text parts, got {_kind(content)}")
+    raise ApiError.bad(where, f"got {_kind(content)}; want a string or a list of text parts")
 
 
 def _part(part: object, where: str) -> str:
     if not isinstance(part, dict):
-        raise ApiError.bad(where, f'want {{"type": "text", "text": "..."}}, got {_kind(part)}')
+        raise ApiError.bad(where, f'got {_kind(part)}; want {{"type": "text", "text": "..."}}')
     if part.get("type") != "text":
         _refuse_part(part.get("type"), where)
     if not isinstance(text := part.get("text"), str):
-        raise ApiError.bad(f"{where}.text", f"want a string, got {_kind(text)}")
+        raise ApiError.bad(f"{where}.text", f"got {_kind(text)}; want a string")
     return text
 
 
@@ -150,7 +154,7 @@ def _refuse_part(kind: object, where: str) -> NoReturn:
 
 
 def _kind(value: object) -> str:
-    return "null" if value is None else type(value).__name__
+    return "a string" if isinstance(value, str) else echo(value)
 
 
 class ChatText(NamedTuple):
