@@ -18,6 +18,7 @@ from fastapi.responses import JSONResponse, Response
 
 from kimi_worker.protocol.openai import ApiError
 from kimi_worker.router.bodies import Bodies
+from kimi_worker.router.counting import Counting
 from kimi_worker.router.metrics import Metrics
 from kimi_worker.router.pick import pick
 from kimi_worker.router.pool import Pool
@@ -45,6 +46,9 @@ _KEEP_ALIVE_S = KEEP_ALIVE_S / 2
 
 _UNACKNOWLEDGED_MS = 20_000
 """A pod that takes in no byte for so long has lost its machine or its network."""
+
+_OWN_PATHS = frozenset({"/health", "/ready", "/state", "/metrics"})
+"""Asked every few seconds by Kubernetes, the operator and Prometheus."""
 
 _NOTICE_S = 5.0
 """From not ready to no new connections: for the endpoints to forget this router. Requests are taken until then."""
@@ -119,6 +123,7 @@ def create_app(settings: RouterSettings, patience: Patience = PATIENCE) -> FastA
 
     app = FastAPI(title="Kimi router", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     add_error_handlers(app)
+    app.add_middleware(Counting, metrics=metrics, unless=_OWN_PATHS)
     _add_openai_routes(app, settings)
     _add_own_routes(app, settings, metrics)
     return app

@@ -19,7 +19,7 @@ class Metrics:
         self.in_flight = Gauge("kimi_router_requests_in_flight", "Requests being answered", registry=self.registry)
         self._requests = Counter(
             "kimi_router_requests",
-            "Finished requests, by status, client_gone or broken",
+            "Answers to clients: each once, by its status, or client_gone or broken",
             ["result"],
             registry=self.registry,
         )
@@ -40,6 +40,7 @@ class Metrics:
         held.set_function(lambda: bodies.num_bytes)
 
     def count(self, result: str) -> None:
+        """An answer, or what became of it."""
         self._requests.labels(result).inc()
 
     def text(self) -> bytes:

@@ -13,10 +13,11 @@ from starlette.types import Receive, Scope, Send
 
 from kimi_worker.protocol.openai import ApiError
 from kimi_worker.router.bodies import Body
+from kimi_worker.router.counting import BROKEN
 from kimi_worker.router.metrics import Metrics
 from kimi_worker.router.pick import LaneKey, LaneView, Pair, pick
 from kimi_worker.router.pool import Pool, Trip
-from kimi_worker.server.http import SSE_DONE, SSE_END, HangUpResponse, error_response, sse_error
+from kimi_worker.server.http import CLIENT_GONE, SSE_DONE, SSE_END, HangUpResponse, error_response, sse_error
 from kimi_worker.settings import Role
 
 log = structlog.get_logger()
@@ -132,7 +133,7 @@ class Proxy(HangUpResponse):
             self._body.release()
 
     def client_gone(self) -> None:
-        self._route.metrics.count("client_gone")
+        self._request.state.outcome = CLIENT_GONE
 
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         refusals, refused, num_risks = Refusals(), None, 0
@@ -155,7 +156,6 @@ class Proxy(HangUpResponse):
             return
         answer = refused.answer if refused else self._nothing_ready()
         self.is_answered = True
-        self._route.metrics.count(str(answer.status_code))
         await answer(scope, receive, send)
 
     def _nothing_ready(self) -> Response:
@@ -232,7 +232,6 @@ class Proxy(HangUpResponse):
         await send({"type": "http.response.start", "status": reply.status, "headers": headers})
         last = await self._pass_events_on(reply, send, first) if is_stream else first
         self.is_answered = True
-        self._route.metrics.count(str(reply.status))
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
     async def _pass_events_on(self, reply: aiohttp.ClientResponse, send: Send, first: bytes) -> bytes:
@@ -248,7 +247,7 @@ class Proxy(HangUpResponse):
         """End a stream whose pod is gone so that the client knows."""
         lost = ApiError(503, "the pod that answered is gone; send the request again", code="pod_lost")
         self.is_answered = True
-        self._route.metrics.count("broken")
+        self._request.state.outcome = BROKEN
         last = SSE_END + sse_error(lost) + SSE_DONE
         await send({"type": "http.response.body", "body": last, "more_body": False})
 

@@ -17,6 +17,9 @@ from kimi_worker.protocol.openai import ApiError, echo
 
 log = structlog.get_logger()
 
+CLIENT_GONE = "client_gone"
+"""In a request's `state.outcome`, for whoever counts answers: nobody was left to read one."""
+
 
 def error_response(error: ApiError) -> Response:
     return Response(msgspec.json.encode(error.body()), error.status, error.headers(), "application/json")
@@ -146,7 +149,8 @@ def add_error_handlers(app: FastAPI) -> None:
         return response
 
     @app.exception_handler(ClientDisconnect)
-    async def gone_while_sending(_: Request, __: ClientDisconnect) -> Response:
+    async def gone_while_sending(request: Request, _: ClientDisconnect) -> Response:
+        request.state.outcome = CLIENT_GONE
         return Response(status_code=400)  # nobody reads it
 
     @app.exception_handler(Exception)
