@@ -59,8 +59,9 @@ def install(cluster: Kube) -> None:
 
 
 def deploy(cluster: Kube) -> None:
-    cluster.apply(MANIFESTS / "profile.yaml")
-    cluster.apply(MANIFESTS / "2p2d.yaml", namespace=NAMESPACE)
+    """As a user does it: a `kubectl apply` after another way of creating the same object would be warned about."""
+    for manifest in ("profile.yaml", "2p2d.yaml"):
+        cluster.kubectl("apply", "--namespace", NAMESPACE, "-f", str(MANIFESTS / manifest))
 
 
 def conditions(cluster: Kube) -> dict[str, dict[str, Any]]:
