@@ -16,7 +16,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE.parents[1] / "bench-results"
-NAMES = ("engine", "handoff", "router", "reconcile")
+NAMES = ("kimictl", "engine", "handoff", "router", "reconcile")
 
 
 def machine() -> str:
@@ -55,6 +55,8 @@ class Goal:
 
 
 GOALS = (
+    Goal("a plan of a manifest by kimictl, median of whole runs", "kimictl",
+         lambda found: found["plan_manifest"]["wall_ms_median"], "<=", 300, "ms"),
     Goal("first write after a change of spec, p99, at 50 changes/s", "reconcile",
          lambda found: found["operator"]["rates"][-1]["first_write_ms"]["p99"], "<=", 250, "ms"),
     Goal("memory of the operator with 100 deployments", "reconcile",
