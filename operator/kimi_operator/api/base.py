@@ -86,6 +86,9 @@ Quantity = Annotated[
 # Any object of the Kubernetes API that this API passes on unread; the API server checks it where it is used.
 FreeForm = Annotated[dict[str, Any], WithJsonSchema({"type": "object", "x-kubernetes-preserve-unknown-fields": True})]
 
+MOST_SHOWN = 120
+"""Characters of a wrong value in a message; it may be a whole object."""
+
 Model = TypeVar("Model", bound=BaseModel)
 
 
@@ -108,11 +111,16 @@ def dump(model: BaseModel) -> dict[str, Any]:
 
 def _problem(item: Any, where: str) -> Problem:
     path = ".".join(str(part) for part in (where, *item["loc"]) if part != "")
+    got = _shortened(repr(item["input"]))
     match item["type"]:
         case "extra_forbidden":
-            return Problem(path, repr(item["input"]), "no such field", "remove it or mend its spelling")
+            return Problem(path, got, "no such field", "remove it or mend its spelling")
         case "missing":
             return Problem(path, "nothing", "a value", "set it")
         case _:
             expected = item["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
-            return Problem(path, repr(item["input"]), expected, "correct the value")
+            return Problem(path, got, expected, "correct the value")
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= MOST_SHOWN else f"{text[: MOST_SHOWN - 3]}..."

@@ -2,27 +2,65 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from dataclasses import dataclass
+from inspect import cleandoc
 from pathlib import PurePath
-
-from cyclopts import App, CycloptsError
+from typing import TYPE_CHECKING
 
 from kimi_operator.errors import InvalidSpec, KimiError
 
+if TYPE_CHECKING:
+    from cyclopts import App
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """Where a command is, and its help: here, so that the list of commands imports none of them."""
+
+    target: str
+    help: str
+
+
 COMMANDS = {
-    "plan": "kimi_operator.cli.plan:plan",
-    "render": "kimi_operator.cli.render:render",
-    "needle": "kimi_operator.cli.needle:needle",
-    "profile": "kimi_operator.cli.profile:app",
+    "plan": Command(
+        "kimi_operator.cli.plan:plan",
+        """Plan a deployment without a cluster, from a manifest or from flags.
+
+        What it would run with, how fast, and the arithmetic behind it.
+
+        Exit status: 0 it fits and meets the workload; 1 it does not fit, misses a target, or --check missed a row;
+        2 bad input, named with its value and what to do.
+        """,
+    ),
+    "render": Command(
+        "kimi_operator.cli.render:render",
+        "Print every manifest that the operator would apply for a KimiDeployment, as YAML.",
+    ),
+    "needle": Command(
+        "kimi_operator.cli.needle:needle",
+        """Ask a running service for distinct needles in random text; exit 1 unless every one is found.
+
+        A level of concurrency c sends c requests at once, so 1,8,16,32 asks for 57 needles.
+        """,
+    ),
+    "profile": Command(
+        "kimi_operator.cli.profile:app",
+        "Show hardware profiles, draft new ones from nodes, and calibrate them.",
+    ),
 }
 PLUGIN = "kubectl-kimi"
 """An executable of this name on PATH is run by `kubectl kimi`."""
 
 FITS, DOES_NOT_FIT, BAD_INPUT = 0, 1, 2
-HELP = """Plan, render and check Kimi deployments.
+INTERRUPTED, READER_GONE = 130, 141
+"""As shells report a program that SIGINT or SIGPIPE ended."""
 
-`plan`: what a deployment would run with, how fast, and the arithmetic behind it. `render`: the manifests that the
-operator would apply. `needle`: recall of hidden facts by a running service. `profile`: hardware profiles.
+MOST_PROBLEMS = 5
+"""Lines of problems; a file of another kind has one in each field."""
+
+HELP = """Plan, render and check Kimi deployments.
 
 Exit status: 0 it fits, or the check is passed; 1 it does not fit, misses a target, or the service did not pass;
 2 bad input, named with its value and what to do.
@@ -33,9 +71,11 @@ Installed as `kubectl-kimi` too, so that `kubectl kimi plan ...` is the same as 
 
 def build_app(name: str = "kimictl") -> App:
     """The app with every command."""
-    app = App(name=name, help=HELP)
-    for command, target in COMMANDS.items():
-        app.command(target, name=command)
+    from cyclopts import App  # noqa: PLC0415
+
+    app = App(name=name, help=HELP, suppress_keyboard_interrupt=False)
+    for title, command in COMMANDS.items():
+        app.command(command.target, name=title, help=cleandoc(command.help))
     return app
 
 
@@ -47,13 +87,47 @@ def program_name(path: str) -> str:
 def main(arguments: list[str] | None = None) -> None:
     """Run one command and exit with its status; reasons stand on standard error."""
     name = program_name(sys.argv[0])
+    if sys.stdout is None:
+        sys.exit(f"{name}: standard output is closed")
+    try:
+        status = run(name, arguments)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        sys.stderr.write(f"{name}: interrupted\n")
+        status = INTERRUPTED
+    except BrokenPipeError:
+        status = READER_GONE
+        _forget_output()
+    except OSError as error:
+        # files that cannot be read are refused by name where they are read; what is left is a full disk
+        sys.stderr.write(f"{name}: standard output: {error.strerror or error}\n")
+        status = BAD_INPUT
+        _forget_output()
+    sys.exit(status)
+
+
+def run(name: str, arguments: list[str] | None) -> int:
+    """The exit status of one command; reasons stand on standard error."""
+    # Imported in here, so that Ctrl-C is answered in one line from the first moment on.
+    from cyclopts import CycloptsError  # noqa: PLC0415
+
     try:
         status = build_app(name)(arguments, result_action="return_value", exit_on_error=False, print_error=False)
     except CycloptsError as error:
         reason = " ".join(str(error).split()).rstrip(".")
-        sys.stderr.write(f"{name}: {reason}; see `{name} --help`\n")
-        sys.exit(BAD_INPUT)
+        sys.stderr.write(f"{name}: {reason}; see `{' '.join((name, *(error.command_chain or ())))} --help`\n")
+        return BAD_INPUT
+    except InvalidSpec as error:
+        sys.stderr.writelines(f"{name}: {problem}\n" for problem in error.problems[:MOST_PROBLEMS])
+        if (more := len(error.problems) - MOST_PROBLEMS) > 0:
+            sys.stderr.write(f"{name}: and {more} more\n")
+        return BAD_INPUT
     except KimiError as error:
         sys.stderr.write(f"{name}: {error}\n")
-        sys.exit(BAD_INPUT if isinstance(error, InvalidSpec) else DOES_NOT_FIT)
-    sys.exit(status if isinstance(status, int) else FITS)
+        return DOES_NOT_FIT
+    return status if isinstance(status, int) else FITS
+
+
+def _forget_output() -> None:
+    """What is still buffered would be written once more at exit, and fail once more."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -10,6 +10,7 @@ from typing import Any
 from kimi_operator.api.base import dump, parse
 from kimi_operator.api.deployment import KimiDeployment
 from kimi_operator.api.profile import HardwareProfile
+from kimi_operator.cli.files import profiles_of
 from kimi_operator.cli.flag_documents import (
     DEPLOYMENT_FLAGS,
     deployment_document,
@@ -18,7 +19,7 @@ from kimi_operator.cli.flag_documents import (
     workload_document,
 )
 from kimi_operator.cli.flags import DeploymentFlags, WorkloadFlags, refuse
-from kimi_operator.cli.manifests import Planned, deployment_of, plan_deployment, profiles_of, read_documents
+from kimi_operator.cli.manifests import Planned, deployment_of, plan_deployment, read_documents
 from kimi_operator.cli.outlook import Outlook, assumed_workload, look_ahead
 from kimi_operator.errors import InvalidSpec, Problem
 from kimi_operator.planner import Plan

@@ -16,12 +16,13 @@ from cyclopts import Parameter
 from kimi_operator.api.base import API_VERSION, dump, parse
 from kimi_operator.api.calibration import CalibrationSpec
 from kimi_operator.api.profile import HardwareProfile
-from kimi_operator.cli.results import STANDARD_INPUT, Results, read_results
+from kimi_operator.cli.files import profiles_in
+from kimi_operator.cli.flags import Whole
+from kimi_operator.cli.results import Results, read_results
 from kimi_operator.errors import InvalidSpec, Problem
 from kimi_operator.planner.fit import Change, Sample, Use, refit
 from kimi_operator.planner.roofline import DecodeLoad, PrefillLoad, Setup, Split
 from kimi_operator.profiles import architecture as built_in_architecture
-from kimi_operator.profiles import built_in_profiles
 from kimi_operator.profiles.measurements import (
     MODEL,
     WORKER,
@@ -52,16 +53,14 @@ def calibrate(  # noqa: PLR0913 - the options of a command
     chip: str | None = None,
     engine: str | None = None,
     architecture: str | None = None,
-    nodes: int | None = None,
-    gpus_per_node: int | None = None,
-    tensor_parallel: int | None = None,
-    groups: int | None = None,
+    nodes: Whole = None,
+    gpus_per_node: Whole = None,
+    tensor_parallel: Whole = None,
+    groups: Whole = None,
     file: Annotated[list[Path] | None, Parameter(name=["--file", "-f"], allow_leading_hyphen=True, negative=())] = None,
     output: Annotated[Output, Parameter(name=["--output", "-o"])] = "text",
 ) -> int:
-    """Fit the speed of a hardware profile to a measured run; show old and new factor and what to put into the profile.
-
-    Nothing is written: add the fragment to your profile and apply it.
+    """`kimictl profile calibrate`; its help stands beside the list of commands.
 
     Parameters
     ----------
@@ -90,7 +89,7 @@ def calibrate(  # noqa: PLR0913 - the options of a command
     layout = _layout(nodes, gpus_per_node, tensor_parallel)
     options = {"chip": chip, "engine": engine, "architecture": architecture, "layout": layout, "groups": groups}
     read = read_results(results, {name: value for name, value in options.items() if value is not None})
-    done = _calibrate(read, _profiles(file or []), str(results))
+    done = _calibrate(read, profiles_in(file or []), str(results))
     fragment = _fragment(done)
     if output == "json":
         sys.stdout.write(json.dumps(_document(done) | {"fragment": fragment}, indent=2) + "\n")
@@ -111,22 +110,6 @@ def _layout(nodes: int | None, gpus_per_node: int | None, tensor_parallel: int |
         missing = ", ".join(sorted(given.keys() - stated.keys()))
         raise _refuse("--nodes, --gpus-per-node, --tensor-parallel", f"no {missing}", "all three", "state the others")
     return stated or None
-
-
-def _profiles(files: list[Path]) -> Mapping[str, HardwareProfile]:
-    """Built-in profiles, and those in the files, by name."""
-    profiles = dict(built_in_profiles())
-    for file in files:
-        try:
-            text = sys.stdin.read() if file == STANDARD_INPUT else file.read_text(encoding="utf-8")
-            documents = [one for one in yaml.load_all(text, Loader=yaml.CSafeLoader) if isinstance(one, Mapping)]
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            raise _refuse(str(file), str(error), "a file of YAML", "mend the file or its name") from error
-        for document in documents:
-            if document.get("kind") == "HardwareProfile":
-                profile = parse(HardwareProfile, document, str(file))
-                profiles[profile.metadata.name] = profile
-    return profiles
 
 
 def _calibrate(results: Results, profiles: Mapping[str, HardwareProfile], where: str) -> Calibrated:

@@ -13,6 +13,7 @@ from kimi_operator.api.base import dump, parse
 from kimi_operator.api.deployment import KimiDeployment, Role
 from kimi_operator.api.profile import Basis, HardwareProfile
 from kimi_operator.cli.figures import Figure
+from kimi_operator.cli.files import check_values
 from kimi_operator.cli.flags import refuse
 from kimi_operator.errors import InvalidSpec
 
@@ -67,8 +68,9 @@ def _edited(inputs: Inputs, edit: str) -> Inputs:
         raise refuse("--what-if", repr(edit), "KEY=VALUE", "write decode.maxNumSeqs=32, nodes=6 or chip=mi325x")
     try:
         value = yaml.load(text, Loader=yaml.CSafeLoader)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, TypeError, AttributeError) as error:
         raise refuse(f"--what-if {key}", repr(text), "a value", "quote it as in YAML") from error
+    check_values(f"--what-if {key}", value)
     if key == "nodes":
         return _with_nodes(inputs, value)
     section, _, rest = key.partition(".")

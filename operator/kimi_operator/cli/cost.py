@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kimi_operator.cli.figures import Figure
+from kimi_operator.cli.figures import Figure, figures
 from kimi_operator.cli.flags import refuse
 from kimi_operator.cli.outlook import Outlook
+from kimi_operator.errors import InvalidSpec
 from kimi_operator.planner.predict import CurvePoint
 
-MOST_PRICE = 1e6
+LEAST_PRICE, MOST_PRICE = 1e-6, 1e6
 TOKENS = 1_000_000
 
 
@@ -43,13 +44,10 @@ class Cost:
 
 def cost_of(outlook: Outlook, per_gpu_hour: float) -> Cost:
     """Raises InvalidSpec for a price that is none, and where throughput cannot be predicted."""
-    if not 0 < per_gpu_hour <= MOST_PRICE:
-        got, expected = f"{per_gpu_hour:g}", f"a price of a GPU-hour above 0 and up to {MOST_PRICE:,.0f}"
-        raise refuse("--cost", got, expected, "state it without a currency, such as 2.5")
+    check_price(per_gpu_hour)
     speed = outlook.speed
     if speed is None:
-        reason = outlook.no_speed or "the workload does not fit"
-        raise refuse("--cost", f"no throughput: {reason}", "a predicted throughput", "mend that first")
+        raise without_throughput(outlook.no_speed or "the workload does not fit")
     point = loaded(outlook)
     rate, request = point.tokens_per_second, speed.request
     outputs = (rate.value, rate.high, rate.low)
@@ -63,11 +61,28 @@ def cost_of(outlook: Outlook, per_gpu_hour: float) -> Cost:
         binds=point.binds,
         prompt=Price(*(prefill / each * TOKENS for each in prompts)),
         output=Price(*(decode / each * TOKENS for each in outputs)),
-        all_in=Price(*((prefill + decode) / each * TOKENS for each in outputs)),
+        all_in=Price(*(all_in(sum(gpus.values()), per_gpu_hour, each) for each in outputs)),
         per_request=Price(*((prefill + decode) / each for each in requests)),
         hour=outlook.plan.gpus * per_gpu_hour,
         calibrated_on=rate.calibrated_on,
     )
+
+
+def check_price(per_gpu_hour: float) -> None:
+    """Raises InvalidSpec for a price that is none; NaN is none either."""
+    if not LEAST_PRICE <= per_gpu_hour <= MOST_PRICE:
+        got, expected = f"{per_gpu_hour:g}", f"a price of a GPU-hour from {LEAST_PRICE:g} to {MOST_PRICE:,.0f}"
+        raise refuse("--cost", got, expected, "state it without a currency, such as 2.5")
+
+
+def without_throughput(reason: str) -> InvalidSpec:
+    """Tokens that nobody can count have no cost."""
+    return refuse("--cost", f"no throughput: {reason}", "a predicted throughput", "mend that first")
+
+
+def all_in(gpus: int, per_gpu_hour: float, tokens_per_second: float) -> float:
+    """Money for a million output tokens, with all GPUs paid by them."""
+    return gpus * per_gpu_hour / 3600 / tokens_per_second * TOKENS
 
 
 def loaded(outlook: Outlook) -> CurvePoint:
@@ -100,11 +115,12 @@ def rows(cost: Cost) -> dict[str, Price]:
 
 def price_text(price: Price) -> str:
     """A price and its band."""
-    low, value, high = (_money(x) for x in (price.low, price.value, price.high))
+    low, value, high = (money(x) for x in (price.low, price.value, price.high))
     return f"{value} ({low} to {high})"
 
 
-def _money(value: float) -> str:
+def money(value: float) -> str:
+    """Two decimals, or three digits of less than 1."""
     return f"{value:,.2f}" if value >= 1 else f"{value:.3g}"
 
 
@@ -129,3 +145,8 @@ def cost_figures(outlook: Outlook, cost: Cost) -> Iterator[Figure]:
             f"{gpus} x {cost.per_gpu_hour:g} / 3,600; output {rate.value:,.1f} tokens/s at {cost.concurrency:,} at once"
         )
         yield Figure(key, price_text(price), formula, values, cost.calibrated_on)
+
+
+def all_figures(outlook: Outlook, cost: Cost | None) -> list[Figure]:
+    """Every figure of a plan, those of its cost too where one is asked for."""
+    return [*figures(outlook), *(cost_figures(outlook, cost) if cost else ())]

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from kimi_operator.api.base import API_VERSION
+from kimi_operator.cli.files import read_objects
 from kimi_operator.cli.flags import DeploymentFlags, WorkloadFlags, refuse
-from kimi_operator.cli.manifests import read_documents
 from kimi_operator.errors import InvalidSpec, Problem
 
 CHECKPOINT_PATH = "/models/checkpoint"
@@ -130,11 +130,12 @@ def workload_document(flags: WorkloadFlags) -> dict[str, Any]:
 
 
 def _file(file: Path) -> Mapping[str, Any]:
-    found = [document for _, document in read_documents([file])]
-    # a profile beside the file is none of its documents
-    found = [document for document in found if document.get("kind") != "HardwareProfile"]
+    found = read_objects(file)
     if len(found) != 1:
         raise refuse(f"--workload {file}", f"{len(found)} documents", "one, with prompt and output", "mend the file")
+    if "kind" in found[0]:
+        got, expected = repr(found[0]["kind"]), "a workload, no manifest"
+        raise refuse(f"--workload {file}: kind", got, expected, "give a manifest with -f")
     return found[0]
 
 

@@ -1,21 +1,33 @@
 """Flags of `kimictl plan`: a deployment, a workload, and what to show.
 
-No pydantic here, which would be asked to check every flag a second time while the command line is read.
+No pydantic here, which would be asked to check every flag a second time while the command line is read; and types are
+no texts here, which would have to be read once more for each flag.
 """
 
-from __future__ import annotations
-
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeAlias
 
-from cyclopts import Group, Parameter
+from cyclopts import Group, Parameter, Token
 
 from kimi_operator.errors import InvalidSpec, Problem
 
 MANIFEST = Group("A deployment from flags, instead of --file", sort_key=1)
 WORKLOAD = Group("The workload", sort_key=2)
 VIEWS = Group("What to show", sort_key=3)
+
+
+def read_whole(_: object, tokens: Sequence[Token]) -> int:
+    """A whole number as it is written; 1.5 is none, though cyclopts would round it."""
+    text = tokens[0].value
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is no whole number") from None
+
+
+Whole: TypeAlias = Annotated[int | None, Parameter(converter=read_whole, n_tokens=1)]
 
 
 @dataclass(frozen=True)
@@ -25,22 +37,20 @@ class DeploymentFlags:
     chip: Annotated[str | None, Parameter(group=MANIFEST, help="HardwareProfile of the nodes, such as mi300x.")] = None
     architecture: Annotated[str | None, Parameter(group=MANIFEST, help="kimi-k3 (the default) or kimi-k3-tiny.")] = None
     nodes: Annotated[
-        int | None, Parameter(group=MANIFEST, help="Nodes of all groups together; groups are equally large.")
+        Whole, Parameter(group=MANIFEST, help="Nodes of all groups together; groups are equally large.")
     ] = None
     nodes_per_group: Annotated[
-        int | None, Parameter(group=MANIFEST, help="Nodes of a group; follows from --nodes and the groups.")
+        Whole, Parameter(group=MANIFEST, help="Nodes of a group; follows from --nodes and the groups.")
     ] = None
-    gpus_per_node: Annotated[int | None, Parameter(group=MANIFEST, help="GPUs of a node; all by default.")] = None
-    tensor_parallel: Annotated[int | None, Parameter(group=MANIFEST, help="GPUs of a lane; 2 by default.")] = None
-    prefill_groups: Annotated[int | None, Parameter(group=MANIFEST, help="1 by default.")] = None
-    decode_groups: Annotated[int | None, Parameter(group=MANIFEST, help="1 by default.")] = None
+    gpus_per_node: Annotated[Whole, Parameter(group=MANIFEST, help="GPUs of a node; all by default.")] = None
+    tensor_parallel: Annotated[Whole, Parameter(group=MANIFEST, help="GPUs of a lane; 2 by default.")] = None
+    prefill_groups: Annotated[Whole, Parameter(group=MANIFEST, help="1 by default.")] = None
+    decode_groups: Annotated[Whole, Parameter(group=MANIFEST, help="1 by default.")] = None
     max_num_seqs: Annotated[
-        int | None,
+        Whole,
         Parameter(group=MANIFEST, help="Running requests a lane; as the workload needs and memory allows by default."),
     ] = None
-    max_model_len: Annotated[int | None, Parameter(group=MANIFEST, help="Longest prompt plus answer, in tokens.")] = (
-        None
-    )
+    max_model_len: Annotated[Whole, Parameter(group=MANIFEST, help="Longest prompt plus answer, in tokens.")] = None
     kv_cache: Annotated[str | None, Parameter(group=MANIFEST, help="Auto (the profile's), BF16 or FP32.")] = None
 
     @property
@@ -67,13 +77,14 @@ class View:
         Parameter(group=VIEWS, negative=(), help="Two manifests: show both plans side by side."),
     ] = None
     cost: Annotated[
-        float | None, Parameter(group=VIEWS, help="Price of a GPU-hour: show the cost of a million tokens.")
+        float | None,
+        Parameter(group=VIEWS, help="Price of a GPU-hour: show what a million tokens cost."),
     ] = None
     explain: Annotated[
         str | None, Parameter(group=VIEWS, help="A line or figure, such as 'KV pages', decode.maxNumSeqs or tpot.")
     ] = None
     search: Annotated[
-        int | None, Parameter(group=VIEWS, help="Number of nodes: rank the layouts that fit them, for --chip or -f.")
+        Whole, Parameter(group=VIEWS, help="Number of nodes: rank the layouts that fit them, for --chip or -f.")
     ] = None
     check: Annotated[
         bool,
@@ -111,7 +122,7 @@ class WorkloadFlags:
         float | None, Parameter(group=WORKLOAD, help="Share of prompt tokens that the cache has, 0 to below 1.")
     ] = None
     concurrency: Annotated[
-        int | None, Parameter(group=WORKLOAD, help="Requests in decode at once; as many as fit by default.")
+        Whole, Parameter(group=WORKLOAD, help="Requests in decode at once; as many as fit by default.")
     ] = None
     requests_per_second: Annotated[
         float | None, Parameter(group=WORKLOAD, help="Instead of --concurrency; needs --target-tpot.")

@@ -6,21 +6,16 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import yaml
 
 from kimi_operator.api.base import parse
 from kimi_operator.api.deployment import KimiDeployment
 from kimi_operator.api.profile import HardwareProfile
-from kimi_operator.errors import InvalidSpec, Problem
+from kimi_operator.cli.files import STANDARD_INPUT, Documents, profiles_of, read_objects, refuse_file
 from kimi_operator.planner import Architecture, Infeasible, Plan
-from kimi_operator.profiles import architecture, built_in_profiles, select_profile
+from kimi_operator.profiles import architecture, select_profile
 from kimi_operator.profiles.forecast import plan_on
 
-STANDARD_INPUT = Path("-")
-Document = Mapping[str, Any]
-Documents = list[tuple[Path, Document]]
+PROFILE_BESIDE = "profile.yaml"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,51 +50,24 @@ def read_documents(files: Iterable[Path]) -> Documents:
 
     Raises InvalidSpec that names the file.
     """
-    given = [(file, document) for file in files for document in _read(file)]
-    beside = {neighbour: None for file in files for neighbour in _beside(file)}
-    return [(file, document) for file in beside for document in _read(file)] + given
+    files = list(files)
+    given = [(file, document) for file in files for document in read_objects(file)]
+    stated = {file.resolve() for file in files}
+    beside = dict.fromkeys(found for file in files for found in _beside(file) if found.resolve() not in stated)
+    for file in beside:
+        sys.stderr.write(f"kimictl: {file} is read too, since it lies beside the manifest\n")
+    return [(file, document) for file in beside for document in read_objects(file)] + given
 
 
 def deployment_of(documents: Documents, files: Iterable[Path]) -> KimiDeployment:
     """The one KimiDeployment of the documents. Raises InvalidSpec that names file and field."""
     found = [(file, document) for file, document in documents if document.get("kind") == "KimiDeployment"]
     if len(found) != 1:
-        raise _refuse(files, f"{len(found)} KimiDeployments", "exactly one")
+        raise refuse_file(files, f"{len(found)} KimiDeployments", "exactly one")
     return parse(KimiDeployment, found[0][1], str(found[0][0]))
 
 
-def profiles_of(documents: Documents) -> Mapping[str, HardwareProfile]:
-    """The built-in profiles and those of the documents, by name. Raises InvalidSpec that names file and field."""
-    profiles = dict(built_in_profiles())
-    for file, document in documents:
-        if document.get("kind") == "HardwareProfile":
-            profile = parse(HardwareProfile, document, str(file))
-            profiles[profile.metadata.name] = profile
-    return profiles
-
-
-def _read(file: Path) -> Iterator[Document]:
-    try:
-        text = sys.stdin.read() if file == STANDARD_INPUT else file.read_text(encoding="utf-8")
-        loaded = list(yaml.load_all(text, Loader=yaml.CSafeLoader))
-    except (OSError, UnicodeDecodeError) as error:
-        raise _refuse([file], str(error), "a readable file") from error
-    except yaml.YAMLError as error:
-        raise _refuse([file], f"no YAML: {error}", "YAML documents") from error
-    for document in loaded:
-        if document is None:
-            continue
-        if not isinstance(document, Mapping):
-            raise _refuse([file], type(document).__name__, "an object with apiVersion, kind, metadata and spec")
-        yield document
-
-
 def _beside(file: Path) -> Iterator[Path]:
-    beside = file.parent / "profile.yaml"
-    if file not in (STANDARD_INPUT, beside) and beside.is_file():
+    beside = file.parent / PROFILE_BESIDE
+    if file != STANDARD_INPUT and beside.is_file():
         yield beside
-
-
-def _refuse(files: Iterable[Path], got: str, expected: str) -> InvalidSpec:
-    names = ", ".join(str(file) for file in files)
-    return InvalidSpec((Problem(names, got, expected, "mend the file"),))

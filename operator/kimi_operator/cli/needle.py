@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import random
 import sys
 from collections.abc import Awaitable, Callable, Sequence
@@ -15,9 +16,19 @@ from cyclopts import Parameter
 
 from kimi_operator.cli.ask import Answer, Service, ask, choose_model
 from kimi_operator.cli.compare import Difference, compare
+from kimi_operator.cli.flags import read_whole
 from kimi_operator.cli.haystack import FRAME_TOKENS, MAX_NEEDLES, NEEDLE_TOKENS, Needle, make_run
 from kimi_operator.cli.report import Level, Row, Run, document, print_run, progress
 from kimi_operator.errors import InvalidSpec, Problem
+
+MOST_REQUESTS = 4096
+"""All prompts of a run are made before it starts."""
+MOST_TOKENS = 2**20
+"""The longest context of the model."""
+MOST_SECONDS = 86_400
+MOST_PORT = 65_535
+
+Count = Annotated[int, Parameter(converter=read_whole, n_tokens=1)]
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as a shell gives it."""
@@ -36,18 +47,16 @@ def needle(  # noqa: PLR0913 - the options of a command
     url: str,
     reference_url: str | None = None,
     concurrency: str = "1,8,16,32",
-    min_tokens: int = 256,
-    max_tokens: int = 4096,
-    needles: int = 2,
-    seed: int = 0,
+    min_tokens: Count = 256,
+    max_tokens: Count = 4096,
+    needles: Count = 2,
+    seed: Count = 0,
     model: str | None = None,
     logprob_bound: float = 0.01,
     timeout_s: float = 600.0,
     output: Annotated[Literal["text", "json"], Parameter(name=["--output", "-o"])] = "text",
 ) -> int:
-    """Ask for distinct needles in random text; exit 1 unless every one is found.
-
-    A level of concurrency c sends c requests at once, so 1,8,16,32 asks for 57 needles.
+    """`kimictl needle`; its help stands beside the list of commands.
 
     Parameters
     ----------
@@ -75,6 +84,9 @@ def needle(  # noqa: PLR0913 - the options of a command
     output
         text or json.
     """
+    for flag, address in (("--url", url), ("--reference-url", reference_url)):
+        _check_address(flag, address)
+    _check_bounds(timeout_s, logprob_bound)
     levels = _levels(concurrency)
     lengths = spread(sum(levels), min_tokens, max_tokens, needles, seed)
     jobs = [Job(*pair) for pair in zip(make_run(seed, lengths, needles), lengths, strict=True)]
@@ -99,13 +111,38 @@ class Plan:
     logprob_bound: float
 
 
+def _check_address(flag: str, address: str | None) -> None:
+    if address is None:
+        return
+    try:
+        url = httpx.URL(address)
+    except httpx.InvalidURL as error:
+        raise _wrong(flag, repr(address), f"an address ({error})", "try http://127.0.0.1:8000") from error
+    if url.scheme not in ("http", "https") or not url.host or (url.port or 0) > MOST_PORT:
+        raise _wrong(
+            flag,
+            repr(address),
+            "an address with http:// or https:// and a port that can be",
+            "try http://127.0.0.1:8000",
+        )
+
+
+def _check_bounds(timeout_s: float, logprob_bound: float) -> None:
+    """NaN is within no bounds."""
+    if not 0 < timeout_s <= MOST_SECONDS:
+        raise _wrong("--timeout-s", f"{timeout_s:g}", f"above 0 and up to {MOST_SECONDS:,} s", "try 600")
+    if not 0 <= logprob_bound < math.inf:
+        raise _wrong("--logprob-bound", f"{logprob_bound:g}", "a difference from 0", "try 0.01")
+
+
 def _levels(text: str) -> list[int]:
     try:
         levels = [int(part) for part in text.split(",")]
     except ValueError:
         levels = [0]
-    if min(levels) < 1:
-        raise _wrong("--concurrency", text, "numbers from 1, separated by commas", "try 1,8,16,32")
+    if min(levels) < 1 or sum(levels) > MOST_REQUESTS:
+        expected = f"numbers from 1, separated by commas, together at most {MOST_REQUESTS:,}"
+        raise _wrong("--concurrency", repr(text), expected, "try 1,8,16,32")
     return levels
 
 
@@ -117,8 +154,8 @@ def spread(count: int, min_tokens: int, max_tokens: int, needles: int, seed: int
     if min_tokens < least:
         remedy = "raise it or hide fewer needles"
         raise _wrong("--min-tokens", str(min_tokens), f"at least {least} for {needles} needles", remedy)
-    if max_tokens < min_tokens:
-        raise _wrong("--max-tokens", str(max_tokens), f"at least --min-tokens, {min_tokens}", "raise it")
+    if not min_tokens <= max_tokens <= MOST_TOKENS:
+        raise _wrong("--max-tokens", str(max_tokens), f"--min-tokens, {min_tokens}, to {MOST_TOKENS:,}", "correct it")
     step = (max_tokens - min_tokens) / max(1, count - 1)
     lengths = [min_tokens + round(step * index) for index in range(count)]
     random.Random(seed).shuffle(lengths)  # noqa: S311 - test data, not a secret

@@ -1,7 +1,5 @@
 """`kimictl plan`: what a deployment would run with, how fast, and the arithmetic behind it."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
@@ -29,15 +27,13 @@ def plan(
     workload: Annotated[WorkloadFlags | None, Parameter(name="*")] = None,
     view: Annotated[View | None, Parameter(name="*")] = None,
 ) -> int:
-    """Plan a deployment without a cluster, from a manifest or from flags.
-
-    Exit status: 0 it fits and meets the workload; 1 it does not fit, misses a target, or --check missed a row;
-    2 bad input, named with its value and what to do.
+    """`kimictl plan`; its help stands beside the list of commands.
 
     Parameters
     ----------
     file
         YAML with one KimiDeployment, and your own HardwareProfiles if any; `-` is standard input. Can be repeated.
+        A `profile.yaml` beside it is read too, which standard error then says.
     output
         text, json, yaml, markdown, or html: one page with pictures that needs nothing else.
     """
@@ -64,5 +60,5 @@ def _check_view(show: View, output: Output) -> None:
         if output not in OUTPUTS[name]:
             expected = f"one of {', '.join(OUTPUTS[name])} with {name}"
             raise refuse("--output", output, expected, "choose one of them")
-    if show.cost is not None and show.chosen not in ((), ("--what-if",), ("--explain",)):
-        raise refuse("--cost", f"--cost and {show.chosen[0]} at once", "either of them", "leave one out")
+    if show.cost is not None and show.check:
+        raise refuse("--cost", "--cost and --check at once", "either of them", "leave one out")

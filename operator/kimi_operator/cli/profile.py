@@ -13,11 +13,11 @@ from typing import Annotated, Any, Literal
 import yaml
 from cyclopts import App, Parameter
 
-from kimi_operator.api.base import dump, parse
+from kimi_operator.api.base import dump
 from kimi_operator.api.profile import HardwareProfile
+from kimi_operator.cli.files import STANDARD_INPUT, profiles_in, read_objects
 from kimi_operator.errors import ClusterUnavailable, InvalidSpec, Problem
 from kimi_operator.planner.units import bytes_text
-from kimi_operator.profiles import built_in_profiles
 from kimi_operator.profiles.detect import Refused, match_labels
 from kimi_operator.profiles.draft import BYTE_FIELDS, draft, read_node
 from kimi_operator.profiles.support import support_warning, worker_support
@@ -27,10 +27,15 @@ Files = Annotated[list[Path] | None, Parameter(name=["--file", "-f"], allow_lead
 Format = Annotated[Output, Parameter(name=["--output", "-o"])]
 
 KUBECTL_TIMEOUT_S = 30.0
-STANDARD_INPUT = "-"
 
-app = App(name="profile", help="Show hardware profiles, draft new ones from nodes, and calibrate them.")
-app.command("kimi_operator.cli.calibrate:calibrate", name="calibrate")
+app = App(name="profile")
+app.command(
+    "kimi_operator.cli.calibrate:calibrate",
+    name="calibrate",
+    help="""Fit a profile's speed to a measured run; show old and new factor and what to put into the profile.
+
+Nothing is written: add the fragment to your profile and apply it.""",
+)
 
 
 @app.command(name="list")
@@ -91,22 +96,18 @@ def from_node(
 
 
 def _profiles(files: list[Path] | None) -> Mapping[str, HardwareProfile]:
-    """Built-in profiles, and those in the files, by name."""
-    known = dict(built_in_profiles())
-    for file in files or []:
-        for document in _documents(str(file)):
-            if document.get("kind") == "HardwareProfile":
-                profile = parse(HardwareProfile, document, str(file))
-                known[profile.metadata.name] = profile
-    return dict(sorted(known.items()))
+    """Built-in profiles and those in the files, in the order of their names."""
+    return dict(sorted(profiles_in(files or []).items()))
 
 
 def _node(wanted: str) -> Mapping[str, Any]:
     """A Node from a file, or from the cluster that kubectl is set up for."""
+    if not wanted.strip():
+        raise _refuse("node", repr(wanted), "the name of a node, or a file", "see `kubectl get nodes`")
     path = Path(wanted)
     looks_like_file = "/" in wanted or path.suffix in {".json", ".yaml", ".yml"}
-    is_file = wanted == STANDARD_INPUT or looks_like_file or path.is_file()
-    documents = list(_documents(wanted) if is_file else [_ask_kubectl(wanted)])
+    is_file = path == STANDARD_INPUT or looks_like_file or path.is_file()
+    documents = read_objects(path) if is_file else [_ask_kubectl(wanted)]
     if len(documents) == 1 and isinstance(listed := documents[0].get("items"), list):
         documents = listed
     if len(documents) != 1 or not isinstance(documents[0], Mapping):
@@ -140,23 +141,6 @@ def _ask_kubectl(name: str) -> Mapping[str, Any]:
     except ValueError as error:
         raise _refuse(f"node {name}", f"no JSON from kubectl: {error}", "a Node", "see `kubectl get nodes`") from error
     return document
-
-
-def _documents(file: str) -> Iterator[Mapping[str, Any]]:
-    """The objects in a file of YAML, and so of JSON."""
-    try:
-        text = sys.stdin.read() if file == STANDARD_INPUT else Path(file).read_text(encoding="utf-8")
-        loaded = list(yaml.load_all(text, Loader=yaml.CSafeLoader))
-    except (OSError, UnicodeDecodeError) as error:
-        raise _refuse(file, str(error), "a readable file", "mend the file or its name") from error
-    except yaml.YAMLError as error:
-        raise _refuse(file, f"no YAML or JSON: {error}", "YAML or JSON", "mend the file") from error
-    for document in loaded:
-        if document is None:
-            continue
-        if not isinstance(document, Mapping):
-            raise _refuse(file, type(document).__name__, "an object with kind and metadata", "mend the file")
-        yield document
 
 
 def _summary(profile: HardwareProfile) -> dict[str, Any]:

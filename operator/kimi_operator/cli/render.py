@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,6 +10,7 @@ from typing import Annotated, Any
 import yaml
 from cyclopts import Parameter
 
+from kimi_operator.cli.flags import refuse
 from kimi_operator.cli.manifests import read_and_plan
 from kimi_operator.errors import KimiError
 from kimi_operator.planner import Infeasible
@@ -16,6 +18,8 @@ from kimi_operator.render import Owner, RenderConfig, RenderInputs
 from kimi_operator.render import render as render_children
 
 DEFAULT_IMAGE = "kimi-worker:dev"
+NAMESPACE = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
+IMAGE = re.compile(r"[A-Za-z0-9][^\s]*")
 UNKNOWN_UID = "00000000-0000-0000-0000-000000000000"
 
 
@@ -29,17 +33,19 @@ def render(
     worker_image: str = DEFAULT_IMAGE,
     namespace: Annotated[str | None, Parameter(name=["--namespace", "-n"])] = None,
 ) -> None:
-    """Print every child of a KimiDeployment as YAML.
+    """`kimictl render`; its help stands beside the list of commands.
 
     Parameters
     ----------
     file
         YAML with one KimiDeployment, and your own HardwareProfiles if any; `-` is standard input. Can be repeated.
+        A `profile.yaml` beside it is read too, which standard error then says.
     worker_image
         Image of pods whose template names none.
     namespace
         Namespace of the children; the manifest's own, else default.
     """
+    _check_names(worker_image, namespace)
     planned = read_and_plan(file)
     if isinstance(planned.plan, Infeasible):
         raise DoesNotFit(str(planned.plan))
@@ -49,6 +55,15 @@ def render(
     config = RenderConfig(worker_image=worker_image)
     inputs = RenderInputs(owner, planned.deployment.spec, planned.plan, planned.profile, config)
     sys.stdout.write(to_yaml([dict(manifest.body) for manifest in render_children(inputs).manifests]))
+
+
+def _check_names(worker_image: str, namespace: str | None) -> None:
+    """Raises InvalidSpec for what no API server would take."""
+    if namespace is not None and not NAMESPACE.fullmatch(namespace):
+        expected = "at most 63 small letters, digits and dashes, with no dash at an end"
+        raise refuse("--namespace", repr(namespace), expected, "name a namespace")
+    if not IMAGE.fullmatch(worker_image):
+        raise refuse("--worker-image", repr(worker_image), "REGISTRY/NAME:TAG, without spaces", "name an image")
 
 
 class _Dumper(yaml.CSafeDumper):

@@ -17,22 +17,19 @@ The YAML, of which `chip`, `layout` and one point are needed when no option of t
 
 from __future__ import annotations
 
-import json
 import re
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-import yaml
 from pydantic import Field
 
 from kimi_operator.api.base import ApiModel, parse
+from kimi_operator.cli.files import read_objects
 from kimi_operator.errors import InvalidSpec, Problem
 from kimi_operator.planner.roofline import Graphs
 from kimi_operator.profiles.measurements import MODEL, WORKER, LayoutFigures, Name, Rate, Tokens
 
-STANDARD_INPUT = Path("-")
 NEEDLE_ANSWER_TOKENS = 64
 """Most tokens of a needle's answer; half of them stand for the context of its middle."""
 BENCH_PROMPT_TOKENS, BENCH_ANSWER_TOKENS, BENCH_LONG_PROMPT_TOKENS = 8, 64, 4000
@@ -90,17 +87,13 @@ def read_results(file: Path, options: Mapping[str, Any]) -> Results:
 
 
 def _load(file: Path) -> Mapping[str, Any]:
-    try:
-        text = sys.stdin.read() if file == STANDARD_INPUT else file.read_text(encoding="utf-8")
-        # YAML 1.1 takes the 1e-05 of JSON for a text
-        document = json.loads(text) if text.lstrip().startswith("{") else yaml.load(text, Loader=yaml.CSafeLoader)
-    except (OSError, UnicodeDecodeError) as error:
-        raise _refuse(str(file), str(error), "a readable file", "mend the file or its name") from error
-    except (yaml.YAMLError, json.JSONDecodeError) as error:
-        raise _refuse(str(file), f"no YAML or JSON: {error}", "YAML or JSON", "mend the file") from error
-    if not isinstance(document, Mapping):
-        raise _refuse(str(file), type(document).__name__, "an object with chip, layout and points", "mend the file")
-    return document
+    found = read_objects(file)
+    if len(found) != 1:
+        expected = "one object with chip, layout and points"
+        raise _refuse(str(file), f"{len(found)} documents", expected, "mend the file")
+    if "kind" in found[0]:
+        raise _refuse(f"{file}: kind", repr(found[0]["kind"]), "a measured run, no manifest", "name another file")
+    return found[0]
 
 
 def _stated(document: Mapping[str, Any], where: str) -> dict[str, Any]:

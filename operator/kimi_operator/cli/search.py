@@ -12,11 +12,13 @@ from kimi_operator.api.base import parse
 from kimi_operator.api.deployment import PrecisionSpec, Role
 from kimi_operator.api.profile import Device, DType, HardwareProfile
 from kimi_operator.cli.asking import chip_of
+from kimi_operator.cli.cost import all_in, check_price, money, without_throughput
 from kimi_operator.cli.document import dumped
 from kimi_operator.cli.figures import number
+from kimi_operator.cli.files import profiles_of
 from kimi_operator.cli.flag_documents import DEPLOYMENT_FLAGS, read_by_flag, workload_document
 from kimi_operator.cli.flags import DeploymentFlags, WorkloadFlags, refuse
-from kimi_operator.cli.manifests import deployment_of, profiles_of, read_documents
+from kimi_operator.cli.manifests import deployment_of, read_documents
 from kimi_operator.cli.outlook import assumed_lengths
 from kimi_operator.cli.text import refusal_text
 from kimi_operator.errors import InvalidSpec
@@ -31,6 +33,7 @@ from kimi_operator.profiles.forecast import forecast_of
 SHOWN = 10
 SEARCHED_FLAGS = ("--chip", "--architecture", "--kv-cache")
 COLUMNS = {"": 4, "nodes": 5, "prefill": 32, "decode": 32, "maxNumSeqs": 10, "at once": 8, "longest": 9, "tokens/s": 9}
+COST_HEAD = "a million output tokens"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,8 @@ class Found:
     no_speed: str
     """Why layouts are not ranked by throughput; empty when they are."""
     calibrated_on: str
+    price: float | None
+    """Of a GPU-hour; None when nobody asks for costs."""
 
     def shown(self, output: str) -> str:
         """The search as text, json or yaml."""
@@ -51,14 +56,25 @@ class Found:
             return "".join(f"{line}\n" for line in search_text(self))
         return dumped(search_document(self), output)
 
+    def cost(self, candidate: Candidate) -> float | None:
+        """Money for a million output tokens of a layout; None where it has no throughput or nobody asks."""
+        if self.price is None or not candidate.throughput:
+            return None
+        gpus = sum(candidate.layout.groups(role) * candidate.layout.shape(role).ranks for role in Role)
+        return all_in(gpus, self.price, candidate.throughput)
+
     @property
     def fits(self) -> bool:
         """Whether the best layout exists and meets the workload."""
         return bool(self.result.ranked) and not self.result.ranked[0].misses
 
 
-def answer_search(files: list[Path], flags: DeploymentFlags, work: WorkloadFlags, num_nodes: int) -> Found:
+def answer_search(
+    files: list[Path], flags: DeploymentFlags, work: WorkloadFlags, num_nodes: int, price: float | None
+) -> Found:
     """Search for --chip or for the manifest's hardware, model and precision. Raises InvalidSpec for bad input."""
+    if price is not None:
+        check_price(price)
     documents = read_documents(files)
     profiles, document = profiles_of(documents), workload_document(work)
     extra = [flag for flag in flags.given if flag not in SEARCHED_FLAGS]
@@ -77,10 +93,13 @@ def answer_search(files: list[Path], flags: DeploymentFlags, work: WorkloadFlags
         precision = read_by_flag(DEPLOYMENT_FLAGS, lambda: parse(PrecisionSpec, stated, "spec.precision"))
     model = read_by_flag(DEPLOYMENT_FLAGS, lambda: architecture(name))
     kv = KV_DTYPES.get(precision.kv_cache, profile.spec.runtime.kv_cache_dtype)
-    return read_by_flag(
+    found = read_by_flag(
         work.given | {"--search"},
         lambda: find_layouts(model, profile, kv, _workload(document, profile, model), num_nodes),
     )
+    if price is not None and found.no_speed:
+        raise without_throughput(found.no_speed)
+    return dataclasses.replace(found, price=price)
 
 
 def _workload(document: Mapping[str, Any], profile: HardwareProfile, model: Architecture) -> Workload:
@@ -111,7 +130,7 @@ def find_layouts(a: Architecture, profile: HardwareProfile, kv: DType, workload:
     else:
         request = dataclasses.replace(request, timing=forecast.timing, throughput=forecast.throughput)
         text = f"decode: {forecast.decode.text}; prefill: {forecast.prefill.text}"
-    return Found(profile.metadata.name, num_nodes, workload, search(request), no_speed, text)
+    return Found(profile.metadata.name, num_nodes, workload, search(request), no_speed, text, price=None)
 
 
 def search_text(found: Found) -> Iterator[str]:
@@ -125,9 +144,10 @@ def search_text(found: Found) -> Iterator[str]:
         yield f"not ranked by throughput: {found.no_speed}"
     yield f"ranked by {result.objective}"
     if result.ranked:
-        yield _columns(tuple(COLUMNS))
+        yield _columns(tuple(COLUMNS)) + ("" if found.price is None else f"  {COST_HEAD}")
     for place, candidate in enumerate(result.ranked[:SHOWN], start=1):
-        yield _columns(_cells(place, candidate))
+        cost = found.cost(candidate)
+        yield _columns(_cells(place, candidate)) + ("" if cost is None else f"  {money(cost):>{len(COST_HEAD)}}")
         for problem in candidate.misses:
             yield f"      misses: {problem}"
     if len(result.ranked) > SHOWN:
@@ -136,6 +156,8 @@ def search_text(found: Found) -> Iterator[str]:
         yield from refusal_text((result.shortage,), "not enough nodes:")
     for refusal in result.refused:
         yield from refusal_text((refusal.problem,), f"refused for {' and '.join(refusal.roles)}:")
+    if found.price is not None:
+        yield f"cost at {found.price:g} a GPU-hour, all GPUs over output tokens alone"
     if found.calibrated_on:
         yield f"throughput calibrated on {found.calibrated_on}"
 
@@ -182,6 +204,7 @@ def search_document(found: Found) -> dict[str, Any]:
                 "nodes": candidate.layout.nodes,
                 "capacity": candidate.capacity,
                 "tokens_per_second": candidate.throughput,
+                "cost_per_million_output_tokens": found.cost(candidate),
                 "prefill": _role_document(candidate, Role.PREFILL),
                 "decode": _role_document(candidate, Role.DECODE),
                 "misses": [dataclasses.asdict(problem) for problem in candidate.misses],

@@ -24,7 +24,7 @@ def plan(run: Run) -> Plan:
 
     def call(*arguments: object) -> dict:
         status, out, err = run("plan", *arguments, "-o", "json")
-        assert (status, err) == (0, "")
+        assert status == 0, err
         return json.loads(out)
 
     return call
@@ -219,10 +219,10 @@ LENGTHS = ("--prompt-tokens", "2048", "--output-tokens", "128")
         ((*CHIP, *LENGTHS, "--target-tpot", "0ms"), "--target-tpot: got 0.0, expected greater than"),
         ((*CHIP, *LENGTHS, "--target-ttft", "fast"), "--target-ttft: got 'fast', expected a time with its unit"),
         ((*CHIP, "--prompt-tokens", "2000000", "--output-tokens", "1"), "--prompt-tokens: got 2,000,000 tokens"),
-        ((*CHIP, "--workload", "/none.yaml"), "/none.yaml: got [Errno 2]"),
-        ((*CHIP, "--cost", "0"), "--cost: got 0, expected a price of a GPU-hour above 0"),
-        ((*CHIP, "--cost", "nan"), "--cost: got nan, expected a price of a GPU-hour above 0"),
-        ((*CHIP, "--cost", "-2"), "--cost: got -2, expected a price of a GPU-hour above 0"),
+        ((*CHIP, "--workload", "/none.yaml"), "/none.yaml: got No such file or directory"),
+        ((*CHIP, "--cost", "0"), "--cost: got 0, expected a price of a GPU-hour from 1e-06 to 1,000,000"),
+        ((*CHIP, "--cost", "nan"), "--cost: got nan, expected a price of a GPU-hour from 1e-06 to 1,000,000"),
+        ((*CHIP, "--cost", "-2"), "--cost: got -2, expected a price of a GPU-hour from 1e-06 to 1,000,000"),
         ((*CHIP, "--search", "0"), "--search: got 0, expected at least 2"),
         ((*CHIP, "--search", "65"), "--search: got 65, expected at most 64"),
         ((*CHIP, "--nodes", "4", "--search", "4"), "--nodes: got a flag of one layout, expected --chip, --arch"),
@@ -231,7 +231,11 @@ LENGTHS = ("--prompt-tokens", "2048", "--output-tokens", "128")
             (*CHIP, "--explain", "tpot", "-o", "html"),
             "--output: got html, expected one of text, json, yaml with --expl",
         ),
-        ((*CHIP, "--search", "4", "--cost", "2"), "--cost: got --cost and --search at once, expected either of them"),
+        (("--check", "--cost", "2"), "--cost: got --cost and --check at once, expected either of them"),
+        ((*CHIP, "--search", "4", "--cost", "nan"), "--cost: got nan, expected a price of a GPU-hour"),
+        ((*CHIP, "--nodes", "1.5"), "--nodes: '1.5' is no whole number"),
+        ((*CHIP, "--what-if", "decode.maxNumSeqs=&a [*a]"), "--what-if decode.maxNumSeqs: got more values"),
+        ((*CHIP, "--what-if", "decode.maxNumSeqs=2026-13-45"), "--what-if decode.maxNumSeqs: got '2026-13-45'"),
         ((*CHIP, "--explain", "nothing"), "--explain: got 'nothing', expected a line or a figure of the plan"),
         (("-f", str(MI300X), "--nodes", "4"), "--nodes: got a flag beside a manifest, expected either of them"),
         (("-f", str(LOCAL), "--cost", "2"), "--cost: got no throughput: HardwareProfile local-cpu"),
@@ -249,7 +253,7 @@ LENGTHS = ("--prompt-tokens", "2048", "--output-tokens", "128")
         (("-f", str(MI300X), "--what-if", "profile.gpu.memory=big"), "--what-if: profile.spec.gpu.memory: got 'big'"),
         (("-f", str(MI300X), "--what-if", "workload.concurrency=0"), "--what-if: workload.concurrency: got 0"),
         (("-f", str(MI300X), "--what-if", "decode.maxNumSeqs=[1"), "--what-if decode.maxNumSeqs: got '[1'"),
-        (("--compare", str(MI300X), "/none.yaml"), "/none.yaml: got [Errno 2]"),
+        (("--compare", str(MI300X), "/none.yaml"), "/none.yaml: got No such file or directory"),
         (("--compare", str(MI300X)), "--compare"),
     ],
 )

@@ -267,3 +267,32 @@ def test_search_that_misses_a_target_exits_1(run: Run) -> None:
     status, out, _ = run("plan", "--chip", "mi300x", "--search", 4, *flags)
     assert status == 1
     assert "misses: workload.targets.tpotSeconds" in out
+
+
+def test_search_costs_a_layout_as_its_own_plan_does(run: Run, document: Document) -> None:
+    work = ("--prompt-tokens", 4000, "--output-tokens", 500, "--cost", 2.5)
+    found = document("--chip", "mi300x", "--search", 4, *work)
+    best = found["ranked"][0]
+    gpus = sum(
+        best[role]["groups"] * best[role]["nodes_per_group"] * best[role]["gpus_per_node"]
+        for role in ("prefill", "decode")
+    )
+    hour = 2.5 * gpus
+    expected = hour / 3600 / best["tokens_per_second"] * 1_000_000
+    assert best["cost_per_million_output_tokens"] == pytest.approx(expected)
+    assert {each["cost_per_million_output_tokens"] > 0 for each in found["ranked"]} == {True}
+    text = run("plan", "--chip", "mi300x", "--search", 4, *work)[1]
+    assert f"{expected:,.2f}" in next(line for line in text.splitlines() if line.startswith("  1."))
+
+
+def test_search_without_rates_has_no_cost(run: Run) -> None:
+    status, _, err = run("plan", "-f", EXAMPLES / "local" / "2p2d.yaml", "--search", 4, "--cost", 2.5)
+    assert status == 2
+    assert "--cost: got no throughput: HardwareProfile local-cpu" in err
+
+
+def test_compare_costs_both_plans(document: Document) -> None:
+    rows = {row["key"]: row for row in document("--compare", MI300X, MI325X, "--cost", 2.5)["changes"]}
+    for side, manifest in (("before", MI300X), ("after", MI325X)):
+        alone = document("-f", manifest, "--cost", 2.5)["cost"]["all_in"]["value"]
+        assert rows["cost.allIn"][side].startswith(f"{alone:,.2f} (")

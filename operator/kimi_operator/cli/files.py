@@ -1,0 +1,126 @@
+"""Files of a command line, read as objects; whatever else a file may hold is refused by its name."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from kimi_operator.api.base import parse
+from kimi_operator.api.profile import HardwareProfile
+from kimi_operator.errors import InvalidSpec, Problem
+from kimi_operator.profiles import built_in_profiles
+
+STANDARD_INPUT = Path("-")
+MOST_CHARACTERS = 2**22
+"""A manifest has a few thousand, a long run of needles some hundred thousand."""
+MOST_VALUES = 200_000
+"""Values of a document with every alias written out: a few lines of YAML can stand for billions."""
+
+Document = Mapping[str, Any]
+Documents = list[tuple[Path, Document]]
+
+
+def read_objects(file: Path) -> list[Document]:
+    """Every object of a file of YAML or JSON; `-` is standard input. Empty documents are left out.
+
+    Raises InvalidSpec that names the file: unreadable, too large, neither YAML nor JSON, or something but an object.
+    """
+    found = [document for document in _parsed(file, _text(file)) if document is not None]
+    for document in found:
+        if not isinstance(document, Mapping):
+            raise refuse_file([file], type(document).__name__, "an object with apiVersion, kind, metadata and spec")
+        check_values(str(file), document)
+    return found
+
+
+def profiles_of(documents: Iterable[tuple[Path, Document]]) -> Mapping[str, HardwareProfile]:
+    """The built-in profiles and those of the documents, by name. Raises InvalidSpec that names file and field."""
+    profiles = dict(built_in_profiles())
+    for file, document in documents:
+        if document.get("kind") == "HardwareProfile":
+            profile = parse(HardwareProfile, document, str(file))
+            profiles[profile.metadata.name] = profile
+    return profiles
+
+
+def profiles_in(files: Iterable[Path]) -> Mapping[str, HardwareProfile]:
+    """The built-in profiles and those in the files, by name. Raises InvalidSpec that names file and field."""
+    found = []
+    for file in files:
+        stated = [(file, document) for document in read_objects(file) if document.get("kind") == "HardwareProfile"]
+        if not stated:
+            raise refuse_file([file], "no HardwareProfile", "at least one", "name a file that has one")
+        found += stated
+    return profiles_of(found)
+
+
+def refuse_file(files: Iterable[Path], got: str, expected: str, remedy: str = "mend the file") -> InvalidSpec:
+    """One thing that is wrong with these files."""
+    return _refuse(", ".join(str(file) for file in files), got, expected, remedy)
+
+
+def _refuse(where: str, got: str, expected: str, remedy: str) -> InvalidSpec:
+    return InvalidSpec((Problem(where, got, expected, remedy),))
+
+
+def _text(file: Path) -> str:
+    try:
+        if file == STANDARD_INPUT:
+            text = sys.stdin.read(MOST_CHARACTERS + 1)
+        else:
+            with file.open(encoding="utf-8") as opened:
+                text = opened.read(MOST_CHARACTERS + 1)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise refuse_file([file], reason, "a readable file", "mend the file or its name") from error
+    except UnicodeDecodeError as error:
+        raise refuse_file([file], f"no UTF-8 ({error.reason} at byte {error.start})", "text in UTF-8") from error
+    if len(text) > MOST_CHARACTERS:
+        raise refuse_file([file], "a larger file", f"at most {MOST_CHARACTERS:,} characters", "name another file")
+    return text
+
+
+def _parsed(file: Path, text: str) -> list[Any]:
+    try:
+        if text.lstrip().startswith("{"):
+            # YAML 1.1 takes the 1e-05 of JSON for a text
+            try:
+                return [json.loads(text)]
+            except json.JSONDecodeError:
+                pass  # YAML may begin with a brace too
+        return list(yaml.load_all(text, Loader=yaml.CSafeLoader))
+    except yaml.MarkedYAMLError as error:
+        raise refuse_file([file], f"no YAML or JSON: {_reason(error)}", "YAML or JSON") from error
+    except (yaml.YAMLError, ValueError, TypeError, AttributeError) as error:
+        # values that their tag or their look does not fit, such as the 45th of January
+        reason = " ".join(str(error).split())
+        raise refuse_file([file], f"no YAML or JSON: {reason}", "YAML or JSON") from error
+    except RecursionError as error:
+        raise refuse_file([file], "objects in objects without end", "YAML or JSON of a few levels") from error
+
+
+def _reason(error: yaml.MarkedYAMLError) -> str:
+    """On one line, with the place."""
+    place = "" if error.problem_mark is None else f"line {error.problem_mark.line + 1}: "
+    return " ".join(f"{place}{error.problem or error.context}".split())
+
+
+def check_values(where: str, document: object) -> None:
+    """Raises InvalidSpec for more values than any manifest has, as aliases of aliases make, and for keys of no text."""
+    left = MOST_VALUES
+    waiting: list[Any] = [document]
+    while waiting:
+        value = waiting.pop()
+        inside = list(value.values()) if isinstance(value, Mapping) else value if isinstance(value, list) else []
+        if isinstance(value, Mapping) and (odd := [key for key in value if not isinstance(key, str | int | float)]):
+            raise _refuse(where, f"the key {odd[0]!r}", "keys that are text", "quote it")
+        left -= len(inside)
+        if left < 0:
+            expected = f"at most {MOST_VALUES:,} values, with each alias written out"
+            raise _refuse(where, "more values", expected, "mend its aliases, or name another file")
+        waiting += inside

@@ -1,0 +1,102 @@
+"""Two plans side by side: one before and after edits (`--what-if`), or those of two manifests (`--compare`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from kimi_operator.api.base import dump
+from kimi_operator.cli.asking import Asked, make_plan, outlook_of
+from kimi_operator.cli.changes import (
+    Change,
+    changes,
+    deployment_inputs,
+    edited,
+    markdown_table,
+    named,
+    read_edited,
+    table,
+)
+from kimi_operator.cli.cost import all_figures, cost_of
+from kimi_operator.cli.document import dumped
+from kimi_operator.cli.figures import Figure
+from kimi_operator.cli.files import profiles_of
+from kimi_operator.cli.flag_documents import DEPLOYMENT_FLAGS, workload_document
+from kimi_operator.cli.flags import WorkloadFlags
+from kimi_operator.cli.manifests import Planned, deployment_of, plan_deployment, read_documents
+from kimi_operator.cli.views import DOES_NOT_FIT, FITS, Answer, lines
+from kimi_operator.errors import InvalidSpec, Problem
+from kimi_operator.planner import Infeasible
+
+
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """One of two plans: its figures, or why it does not fit."""
+
+    figures: list[Figure]
+    problems: tuple[Problem, ...]
+    """Why it does not fit, or what it misses."""
+
+    @property
+    def text(self) -> str:
+        """Whether it fits, in a cell."""
+        if not self.problems:
+            return "yes"
+        return ("yes, but misses " if self.figures else "no: ") + "; ".join(map(str, self.problems))
+
+
+def _side(planned: Planned, asked: Asked, price: float | None) -> _Side:
+    if isinstance(planned.plan, Infeasible):
+        return _Side([], asked.problems(planned.plan.problems))
+    outlook = outlook_of(planned, asked)
+    cost = None if price is None else cost_of(outlook, price)
+    return _Side(all_figures(outlook, cost), asked.problems(outlook.misses))
+
+
+def what_if(asked: Asked, edits: list[str], price: float | None, output: str) -> Answer:
+    """Edits are made to what the flags or the manifest say, not to what the plan chose."""
+    first = make_plan(asked)
+    stated = first.deployment.spec.workload
+    workload = asked.workload or ({} if stated is None else dump(stated))
+    inputs = deployment_inputs(asked.deployment, first.profile, workload)
+    changed = edited(inputs, edits, asked.profiles)
+    try:
+        deployment, profile = read_edited(changed)
+        profiles = {**asked.profiles, profile.metadata.name: profile}
+        other = Asked(deployment, profiles, changed.workload, DEPLOYMENT_FLAGS if asked.is_from_flags else frozenset())
+        after = _side(make_plan(other), other, price)
+    except InvalidSpec as error:
+        raise named(error, "--what-if") from error
+    heads = ("before", ", ".join(edits))
+    return _changes((_side(first, asked, price), after), heads, output, is_whole=False)
+
+
+def compare(
+    pair: tuple[Path, Path], files: list[Path], work: WorkloadFlags, price: float | None, output: str
+) -> Answer:
+    """Both manifests under one workload, with your own profiles of `files`. Raises InvalidSpec."""
+    sides = []
+    for path in pair:
+        documents = read_documents([*files, path])
+        deployment = deployment_of([each for each in documents if each[0] == path], [path])
+        asked = Asked(deployment, profiles_of(documents), workload_document(work), work.given)
+        try:
+            sides.append(_side(plan_deployment(deployment, asked.profiles), asked, price))
+        except InvalidSpec as error:
+            raise named(error, str(path)) from error
+    return _changes((sides[0], sides[1]), (str(pair[0]), str(pair[1])), output, is_whole=True)
+
+
+def _changes(sides: tuple[_Side, _Side], heads: tuple[str, str], output: str, *, is_whole: bool) -> Answer:
+    """Both sides, or only what differs; figures of one side alone say nothing, so then the verdict stands alone."""
+    before, after = sides
+    rows = changes(before.figures, after.figures) if before.figures and after.figures else []
+    rows = [Change("fits", before.text, after.text), *rows]
+    rows = [row for row in rows if is_whole or row.is_changed]
+    status = DOES_NOT_FIT if after.problems or (is_whole and before.problems) else FITS
+    if output in ("json", "yaml"):
+        listed = [{"key": row.key, "before": row.before, "after": row.after} for row in rows]
+        return dumped({"before": heads[0], "after": heads[1], "changes": listed}, output), status
+    if not rows:
+        return "nothing changes\n", status
+    return lines(markdown_table(rows, heads) if output == "markdown" else table(rows, heads)), status
