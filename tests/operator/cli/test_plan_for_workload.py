@@ -74,3 +74,16 @@ def test_a_workload_that_contradicts_itself_is_refused(run: Run, manifest: Calla
     status, _, err = run("plan", "-f", manifest(prompt=5))
     assert status == 2
     assert "spec.workload.prompt: got 5" in err
+
+
+def test_the_example_with_a_workload_is_planned_for_it(run: Run) -> None:
+    status, out, err = run("plan", "-f", MANIFEST.parent / "mi300x-workload.yaml", "-o", "json")
+    assert (status, err) == (0, "")
+    document = json.loads(out)
+    stated = document["deployment"]["spec"]
+    assert not any("maxNumSeqs" in stated[role] for role in ("prefill", "decode"))
+    assert "maxModelLen" not in stated["model"]
+    assert (document["meets_workload"], document["workload"]["assumed"]) == (True, False)
+    # 48 over 8 lanes
+    assert (document["workload"]["concurrency"], document["decode"]["max_num_seqs"]) == (48, 6)
+    assert document["speed"]["tpot"]["value"] < 1e3 * document["workload"]["targets"]["tpot_seconds"]
