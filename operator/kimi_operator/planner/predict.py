@@ -3,8 +3,9 @@
 A prediction is `factor x roofline`, where the factor was fitted on measured points (`fit`). Its band is the wider, on
 each side, of two things that can be computed:
 - the largest error that held-out points showed (as a ratio, both ways), and
-- what the prediction becomes when each assumed constant takes the least and the most that its sources allow, with the
-  factor fitted anew each time. Near the fitted points the refit takes the change back; far from them it does not.
+- what the prediction becomes when each constant that its phase is varied over takes the least and the most that its
+  sources allow, with the factor fitted anew each time. Near the fitted points the refit takes the change back; far
+  from them it does not.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ from kimi_operator.planner.units import ceil_div
 HANDOFF_SHARES = (0.56, 0.96)
 """Achieved share of a 50 GB/s card in one-sided writes (MoRI-IO): 28 GB/s one unchunked transfer, 48 GB/s batches."""
 
+# In prefill two more would only double the time each. They matter where the bytes of weights bind, below some hundred
+# tokens to compute: there the band is too narrow on the fast side (0.78 of the value; 0.68 at 64 tokens).
 _VARIED: dict[type[DecodeLoad | PrefillLoad], tuple[str, ...]] = {
     DecodeLoad: ("hbm_share", "launch_s", "all_reduce_s", "exchange_per_node_s"),
     PrefillLoad: ("gemm_share", "attention_share", "all_reduce_s", "launch_s"),

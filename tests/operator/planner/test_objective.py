@@ -63,6 +63,17 @@ def test_throughput_is_that_of_the_curve_where_all_lanes_are_full() -> None:
     assert forecast().throughput(layout, prefill, decode) == pytest.approx(point.tokens_per_second.value)
 
 
+def test_throughput_counts_the_requests_that_are_asked_for_and_no_idle_places() -> None:
+    work = Workload(fixed(2048), fixed(2048), concurrency=9)
+    request = search_of(work, 4)
+    prefill, decode = (request.outcome(role, EP16, 1) for role in Role)
+    assert isinstance(prefill, Solution)
+    assert isinstance(decode, Solution)
+    assert decode.running == 16, "two places in each of 8 lanes"
+    step = decode_step_ms(setup_of(EP16, Role.DECODE), DecodeLoad(9, work.mean_context), DECODE)
+    assert forecast(work).throughput(Layout(EP16, 1, EP16, 1), prefill, decode) == pytest.approx(9e3 / step.value)
+
+
 def test_long_answers_earn_more_decode_groups_than_long_prompts() -> None:
     best = {}
     for name, work in (
