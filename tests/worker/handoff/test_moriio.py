@@ -1,19 +1,24 @@
 """MoRI-IO's transport against a recording double of the library's documented interface. No hardware is involved."""
 
+import ast
 import ctypes
+import inspect
 import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import msgspec
 import pytest
+from kimi_worker.handoff import moriio
 from kimi_worker.handoff.moriio import MoriioTransport
 from kimi_worker.handoff.plan import Copy, RegionLayout, Unit
 from kimi_worker.handoff.transport import Completion, Region, TransportError
 from kimi_worker.settings import HandoffSettings
 from pydantic import ValidationError
 
+DOCKERFILE = Path(__file__).resolve().parents[3] / "worker" / "Dockerfile"
 LAYOUTS = (RegionLayout("pages", Unit.PAGE, 64), RegionLayout("state", Unit.SLOT, 32))
 COPIES = [Copy(0, 0, 128, 64), Copy(0, 128, 0, 64), Copy(1, 32, 0, 32)]
 
@@ -335,6 +340,19 @@ def test_settings_without_the_fence_are_refused() -> None:
     with pytest.raises(ValidationError, match="set fence to read_back"):
         HandoffSettings.model_validate({"transport": "moriio", "fence": "none"})
     assert HandoffSettings(transport="moriio", fence="read_back").transport == "moriio"
+
+
+def test_the_build_of_the_image_looks_for_every_name_that_is_used() -> None:
+    package = ast.parse(inspect.getsource(moriio))
+    used = {
+        node.attr
+        for node in ast.walk(package)
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in {"mori", "self._mori"}
+    }
+    _, _, line = DOCKERFILE.read_text().replace("\\\n", "").partition("from mori.io import ")
+    looked_for = line.partition('"')[0].split(", ")
+    assert set(looked_for) == used
+    assert {"IOEngine", "RdmaBackendConfig"} <= used
 
 
 def test_missing_library_says_where_it_comes_from(monkeypatch: pytest.MonkeyPatch) -> None:
