@@ -9,16 +9,17 @@ import sys
 import tarfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from kimi_localcluster import binaries, machine, packages, podenv
+from kimi_localcluster import binaries, machine, packages, podenv, progress
 from kimi_localcluster.cgroups import Cgroups
 from kimi_localcluster.errors import CommandError, LocalClusterError
 from kimi_localcluster.images import Image, write_images
 from kimi_localcluster.kube import Kube
 from kimi_localcluster.node import is_heartbeat_after
 from kimi_localcluster.pki import write_pki
-from kimi_localcluster.progress import TICK_S, Progress, format_seconds
+from kimi_localcluster.progress import TICK_S, Progress, Step, format_seconds
 from kimi_localcluster.shell import run, run_logged
 from kimi_localcluster.spec import ClusterSpec, default_vram, gpu_labels
 from rich.console import Console
@@ -224,6 +225,36 @@ def test_log_progress_is_never_silent_for_two_seconds() -> None:
     assert TICK_S < 2
     assert output.getvalue().startswith("Long (1.8 s of about 5.0 s)")
     assert "Long: done in" in output.getvalue()
+
+
+TIMES = {
+    250: "Build (4 min 10 s of about 5 min 0 s)",
+    310: "Build (5 min 10 s, usually about 5 min 0 s on 2 idle cores)",
+    1560: "Build (slower than usual: 26 min 0 s, usually about 5 min 0 s on 2 idle cores)",
+}
+
+
+@pytest.mark.parametrize(("elapsed_s", "line"), TIMES.items())
+def test_a_step_that_overruns_its_estimate_says_so(
+    monkeypatch: pytest.MonkeyPatch, elapsed_s: float, line: str
+) -> None:
+    now_s = 1000.0
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now_s))
+    step = Step("Build", 300)
+    now_s += elapsed_s
+    assert step.line() == line
+    step.note("downloading")
+    assert step.line() == f"{line} - downloading"
+    is_slow = elapsed_s > 1000
+    assert step.end("done").endswith(", usually about 5 min 0 s on 2 idle cores") == is_slow
+
+
+def test_a_step_without_an_estimate_promises_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 1000.0
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now_s))
+    step = Step("Wait", None)
+    now_s += 90
+    assert (step.line(), step.end("done")) == ("Wait (90 s)", "Wait: done in 90 s")
 
 
 def test_progress_says_that_a_step_failed() -> None:

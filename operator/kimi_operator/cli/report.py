@@ -7,9 +7,11 @@ import math
 import re
 import statistics
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Self, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -19,6 +21,7 @@ from kimi_operator.cli.ask import Answer
 from kimi_operator.cli.compare import Difference
 
 LOG_WIDTH = 150
+TICK_S = 1.8
 
 _VALUE = re.compile(r"\d{6,}")
 
@@ -101,7 +104,8 @@ def progress() -> Iterator[Callable[[str, int], Callable[[], None]]]:
     """Show on standard error how far it is: `advance = bar("needles", 57)`. Bars on a terminal, lines elsewhere."""
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield _lines
+        with _Lines(sys.stderr) as lines:
+            yield lines.add
         return
     columns = (TextColumn("{task.description:10}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as bars:
@@ -113,16 +117,51 @@ def progress() -> Iterator[Callable[[str, int], Callable[[], None]]]:
         yield add
 
 
-def _lines(name: str, total: int) -> Callable[[], None]:
-    """About eight lines in all."""
-    counter = itertools.count(1)
-    every = max(1, total // 8)
+class _Lines:
+    """Progress in a log: a line at the beginning and about eight more, and between them dots, never 2 s of silence."""
 
-    def advance() -> None:
-        if (done := next(counter)) % every == 0 or done == total:
-            sys.stderr.write(f"{name}: {done} of {total}\n")
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+        self._lock = threading.Lock()
+        self._is_in_dots = False
+        self._ended = threading.Event()
+        self._ticker = threading.Thread(target=self._tick, daemon=True)
 
-    return advance
+    def __enter__(self) -> Self:
+        self._ticker.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._ticker.join()
+        self._write("")
+
+    def add(self, name: str, total: int) -> Callable[[], None]:
+        """Begin another bar; each call of the answer is one step of it."""
+        counter = itertools.count(1)
+        every = max(1, total // 8)
+
+        def advance() -> None:
+            if (done := next(counter)) % every == 0 or done == total:
+                self._write(f"{name}: {done} of {total}\n")
+
+        self._write(f"{name}: 0 of {total}\n")
+        return advance
+
+    def _tick(self) -> None:
+        while not self._ended.wait(TICK_S):
+            with self._lock:
+                self._put(".")
+                self._is_in_dots = True
+
+    def _write(self, line: str) -> None:
+        with self._lock:
+            self._put(("\n" if self._is_in_dots else "") + line)
+            self._is_in_dots = False
+
+    def _put(self, text: str) -> None:
+        self._out.write(text)
+        self._out.flush()
 
 
 def level_figures(level: Level) -> dict[str, float | int | None]:

@@ -11,6 +11,8 @@ from rich.console import Console
 
 TICK_S = 1.8
 SECONDS_PER_NOTE = 30
+SLOW = 1.25
+"""Times the expected duration, from where on a step is called slow."""
 
 
 def format_seconds(seconds: float) -> str:
@@ -21,7 +23,10 @@ def format_seconds(seconds: float) -> str:
 
 
 class Step:
-    """One running step. `note` replaces the text beside its title."""
+    """One running step. `note` replaces the text beside its title.
+
+    `expected_s` was measured on two idle cores. It is no promise: once it has passed, the line says so.
+    """
 
     def __init__(self, title: str, expected_s: float | None) -> None:
         self.title = title
@@ -37,9 +42,29 @@ class Step:
         self._note = text
 
     def line(self) -> str:
-        expected = f" of about {format_seconds(self._expected_s)}" if self._expected_s else ""
         note = f" - {self._note}" if self._note else ""
-        return f"{self.title} ({format_seconds(self.elapsed_s)}{expected}){note}"
+        return f"{self.title} ({self._time()}){note}"
+
+    def end(self, mark: str) -> str:
+        """The last line: how it ended and how long it took, beside the usual time where it took much longer."""
+        slow = f", usually about {self._usual}" if self._is_slow else ""
+        return f"{self.title}: {mark} in {format_seconds(self.elapsed_s)}{slow}"
+
+    def _time(self) -> str:
+        elapsed = format_seconds(self.elapsed_s)
+        if not self._expected_s:
+            return elapsed
+        if self.elapsed_s <= self._expected_s:
+            return f"{elapsed} of about {format_seconds(self._expected_s)}"
+        return f"{'slower than usual: ' if self._is_slow else ''}{elapsed}, usually about {self._usual}"
+
+    @property
+    def _usual(self) -> str:
+        return f"{format_seconds(self._expected_s or 0)} on 2 idle cores"
+
+    @property
+    def _is_slow(self) -> bool:
+        return bool(self._expected_s) and self.elapsed_s > SLOW * (self._expected_s or 0)
 
 
 class Progress:
@@ -66,7 +91,7 @@ class Progress:
         finally:
             finished.set()
             ticker.join()
-            self._console.print(f"{step.title}: {mark} in {format_seconds(step.elapsed_s)}", soft_wrap=True)
+            self._console.print(step.end(mark), soft_wrap=True)
 
     def _show_live(self, step: Step, finished: threading.Event) -> None:
         with self._console.status(step.line()) as status:
