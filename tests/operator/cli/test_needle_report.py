@@ -137,8 +137,20 @@ def test_lengths_are_spread_and_repeat_with_the_seed() -> None:
         ({"min_tokens": 500, "max_tokens": 400}, "--max-tokens"),
         ({"needles": 0}, "--needles"),
         ({"needles": 65}, "--needles"),
+        ({"concurrency": "4000,97"}, "together at most 4,096"),
+        ({"max_tokens": 2**20 + 1}, "--max-tokens"),
+        ({"timeout_s": math.nan}, "--timeout-s"),
+        ({"timeout_s": 0.0}, "--timeout-s"),
+        ({"logprob_bound": math.nan}, "--logprob-bound"),
+        ({"logprob_bound": -0.1}, "--logprob-bound"),
+        ({"url": ""}, "--url"),
+        ({"url": "127.0.0.1:8000"}, "--url"),
+        ({"url": "ftp://service"}, "--url"),
+        ({"url": "http://service:99999"}, "--url"),
+        ({"url": "http://[::1"}, "--url"),
+        ({"reference_url": "service"}, "--reference-url"),
     ],
 )
 def test_wrong_options_are_named(options: dict[str, object], named: str) -> None:
     with pytest.raises(InvalidSpec, match=named):
-        needle(url="http://127.0.0.1:1", **options)  # type: ignore[arg-type]
+        needle(**{"url": "http://127.0.0.1:1", **options})  # type: ignore[arg-type]
