@@ -55,7 +55,9 @@ def refusal_of(result: SearchResult, nodes: int, tensor_parallel: int) -> Refusa
 
 
 def test_the_published_layout_is_found_first_on_four_nodes_of_mi300x() -> None:
-    best = search(search_of("mi300x", 4)).ranked[0]
+    result = search(search_of("mi300x", 4))
+    best = result.ranked[0]
+    assert result.shortage is None
     assert str(best.layout) == "prefill: 1 x 2 nodes (TP2 DP8 EP16), decode: 1 x 2 nodes (TP2 DP8 EP16)"
     assert (best.layout.nodes, best.layout.lanes(Role.DECODE)) == (4, 8)
     assert best.misses == ()
