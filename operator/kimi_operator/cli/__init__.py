@@ -1,4 +1,4 @@
-"""`kimictl`: plan, render and check deployments from a prompt. Each command is imported only when it runs."""
+"""`kimictl`: plan, replay, render and check deployments from a prompt. Each command is imported only when it runs."""
 
 from __future__ import annotations
 
@@ -34,6 +34,16 @@ COMMANDS = {
         2 bad input, named with its value and what to do.
         """,
     ),
+    "replay": Command(
+        "kimi_operator.cli.replay:replay",
+        """Replay agents on a deployment without a cluster: sessions of turns whose context grows, drawn or recorded.
+
+        What binds over time, pressure on prefill, KV pages and a prefix cache, and times turn by turn; all predicted.
+
+        Exit status: 0 every turn is served; 1 the deployment does not fit, or sessions end early at its longest
+        request; 2 bad input, named with its value and what to do.
+        """,
+    ),
     "render": Command(
         "kimi_operator.cli.render:render",
         "Print every manifest that the operator would apply for a KimiDeployment, as YAML.",
@@ -60,7 +70,7 @@ INTERRUPTED, READER_GONE = 130, 141
 MOST_PROBLEMS = 5
 """Lines of problems; a file of another kind has one in each field."""
 
-HELP = """Plan, render and check Kimi deployments.
+HELP = """Plan, replay, render and check Kimi deployments.
 
 Exit status: 0 it fits, or the check is passed; 1 it does not fit, misses a target, or the service did not pass;
 2 bad input, named with its value and what to do.

@@ -58,7 +58,7 @@ def asked_for(files: list[Path], flags: DeploymentFlags, work: WorkloadFlags) ->
     is_manifest = any(document.get("kind") == "KimiDeployment" for _, document in documents)
     if files and (is_manifest or not flags.given):
         if flags.given:
-            remedy = "edit the manifest, or try --what-if KEY=VALUE"
+            remedy = "edit the manifest, or try kimictl plan --what-if KEY=VALUE"
             raise refuse(flags.given[0], "a flag beside a manifest", "either of them", remedy)
         return Asked(deployment_of(documents, files), profiles, workload, work.given)
     document = deployment_document(flags, chip_of(flags, profiles).spec.gpu.per_node)

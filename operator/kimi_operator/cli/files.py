@@ -30,7 +30,7 @@ def read_objects(file: Path) -> list[Document]:
 
     Raises InvalidSpec that names the file: unreadable, too large, neither YAML nor JSON, or something but an object.
     """
-    found = [document for document in _parsed(file, _text(file)) if document is not None]
+    found = [document for document in _parsed(file, text_of(file)) if document is not None]
     for document in found:
         if not isinstance(document, Mapping):
             raise refuse_file([file], type(document).__name__, "an object with apiVersion, kind, metadata and spec")
@@ -68,7 +68,8 @@ def _refuse(where: str, got: str, expected: str, remedy: str) -> InvalidSpec:
     return InvalidSpec((Problem(where, got, expected, remedy),))
 
 
-def _text(file: Path) -> str:
+def text_of(file: Path) -> str:
+    """What the file says; `-` is standard input. Raises InvalidSpec that names the file: unreadable or too large."""
     try:
         if file == STANDARD_INPUT:
             text = sys.stdin.read(MOST_CHARACTERS + 1)

@@ -113,8 +113,8 @@ def workload_document(flags: WorkloadFlags) -> dict[str, Any]:
     document: dict[str, Any] = {} if flags.workload is None else dict(_file(flags.workload))
     targets = document.get("targets", {})
     times = {
-        "tpotSeconds": _seconds("--target-tpot", flags.target_tpot),
-        "ttftSeconds": _seconds("--target-ttft", flags.target_ttft),
+        "tpotSeconds": seconds("--target-tpot", flags.target_tpot),
+        "ttftSeconds": seconds("--target-ttft", flags.target_ttft),
     }
     stated = {
         "prompt": _lengths("--prompt-tokens", flags.prompt_tokens),
@@ -155,7 +155,8 @@ def _lengths(flag: str, text: str | None) -> int | dict[str, Any] | None:
     return least if most is None else {"uniform": {"min": least, "max": most}}
 
 
-def _seconds(flag: str, text: str | None) -> float | None:
+def seconds(flag: str, text: str | None) -> float | None:
+    """A time such as 60ms or 0.06s. Raises InvalidSpec that names the flag."""
     if text is None:
         return None
     match = _TIME.fullmatch(text)

@@ -68,7 +68,7 @@ def summarise(replayed: Replayed, service: Service) -> Summary:
     ttfts, tpots = sorted(map(ttft_s, turns)), sorted(map(tpot_s, turns))
     memory_wait_s = max((turn.admitted_s - turn.asked_s for turn in turns), default=0.0)
     lane_wait_s = max((turn.prefill_s - turn.admitted_s for turn in turns), default=0.0)
-    held_peak = _peak([(turn.admitted_s, turn.end_s, 1) for turn in turns], 0.0, math.inf)
+    held_peak = peak([(turn.admitted_s, turn.end_s, 1) for turn in turns])
     busy_s = math.fsum(turn.decode_s - turn.prefill_s for turn in turns)
     return Summary(
         turns=len(turns),
@@ -79,7 +79,7 @@ def summarise(replayed: Replayed, service: Service) -> Summary:
         prompt_tokens=sum(turn.prompt_tokens for turn in turns),
         output_tokens=sum(turn.output_tokens for turn in turns),
         prefill_busy=busy_s / (duration_s * service.prefill_lanes) if duration_s else 0.0,
-        pages_peak=_peak([(turn.admitted_s, turn.end_s, turn.pages) for turn in turns], 0.0, math.inf),
+        pages_peak=peak([(turn.admitted_s, turn.end_s, turn.pages) for turn in turns]),
         held_peak=held_peak,
         ttft_p50_s=percentile(ttfts, 0.5),
         ttft_p95_s=percentile(ttfts, 0.95),
@@ -128,7 +128,7 @@ def table(replayed: Replayed, service: Service, row_s: float) -> tuple[Row, ...]
 _COLUMNS = {
     "from s": 8,
     "compute tok/s": 13,
-    "of tok/s": 9,
+    "asked tok/s": 11,
     "prefill": 8,
     "held": 6,
     "pages, peak": 18,
@@ -143,7 +143,7 @@ def table_text(rows: Sequence[Row], service: Service) -> Iterator[str]:
     for row in rows:
         pages = f"{row.pages_peak:,} ({row.pages_peak / service.num_pages:.0%})"
         yield (
-            f"{row.start_s:>8,.0f} {row.computed_per_s:>13,.0f} {row.prompt_per_s:>9,.0f} {row.prefill_busy:>8.0%} "
+            f"{row.start_s:>8,.0f} {row.computed_per_s:>13,.0f} {row.prompt_per_s:>11,.0f} {row.prefill_busy:>8.0%} "
             f"{row.held:>6.1f} {pages:>18} {row.waiting_peak:>5} {row.binds or '-':>13}"
         )
 
@@ -158,31 +158,31 @@ def _row(turns: Sequence[Served], service: Service, start_s: float, end_s: float
     busy_s = math.fsum(within(turn.prefill_s, turn.decode_s) for turn in turns)
     memory_wait_s = math.fsum(within(turn.asked_s, turn.admitted_s) for turn in turns)
     lane_wait_s = math.fsum(within(turn.admitted_s, turn.prefill_s) for turn in turns)
-    held_peak = _peak([(turn.admitted_s, turn.end_s, 1) for turn in turns], start_s, end_s)
+    held_peak = peak([(turn.admitted_s, turn.end_s, 1) for turn in turns], start_s, end_s)
     return Row(
         start_s=start_s,
         computed_per_s=sum(turn.computed_tokens for turn in asked) / seconds,
         prompt_per_s=sum(turn.prompt_tokens for turn in asked) / seconds,
         prefill_busy=busy_s / (seconds * service.prefill_lanes),
         held=math.fsum(within(turn.admitted_s, turn.end_s) for turn in turns) / seconds,
-        pages_peak=_peak([(turn.admitted_s, turn.end_s, turn.pages) for turn in turns], start_s, end_s),
-        waiting_peak=_peak([(turn.asked_s, turn.prefill_s, 1) for turn in turns], start_s, end_s),
+        pages_peak=peak([(turn.admitted_s, turn.end_s, turn.pages) for turn in turns], start_s, end_s),
+        waiting_peak=peak([(turn.asked_s, turn.prefill_s, 1) for turn in turns], start_s, end_s),
         binds=_limit(memory_wait_s, lane_wait_s, held_peak, service),
     )
 
 
-def _peak(intervals: Sequence[tuple[float, float, int]], start_s: float, end_s: float) -> int:
+def peak(intervals: Sequence[tuple[float, float, int]], start_s: float = 0.0, end_s: float = math.inf) -> int:
     """Largest sum of the amounts whose half-open intervals share a moment of [start, end), by a sweep."""
     changes = []
     for first_s, last_s, amount in intervals:
         if first_s < end_s and last_s > start_s:
             changes += [(max(first_s, start_s), amount), (last_s, -amount)]
-    level = peak = 0
+    level = most = 0
     # negative amounts sort first: what ends at a moment is gone before another begins at it
     for _, amount in sorted(changes):
         level += amount
-        peak = max(peak, level)
-    return peak
+        most = max(most, level)
+    return most
 
 
 def percentile(ascending: Sequence[float], share: float) -> float:

@@ -12,7 +12,7 @@ import math
 import random
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 
@@ -70,6 +70,15 @@ class Service:
     reuse: float
     """Share of a session's earlier context that a turn finds in the cache."""
     max_context: int
+
+
+def paced(service: Service, prefill: float, decode: float) -> Service:
+    """The same service with all times of a phase so many times as long."""
+    return replace(
+        service,
+        prefill_s=lambda new, cached, busy: prefill * service.prefill_s(new, cached, busy),
+        decode_step_s=lambda held, context: decode * service.decode_step_s(held, context),
+    )
 
 
 @dataclass(frozen=True, slots=True)

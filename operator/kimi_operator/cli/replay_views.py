@@ -1,0 +1,237 @@
+"""The view of `kimictl replay`: one screen of text, or a document for scripts, from the same outcome."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from kimi_operator.api.base import dump
+from kimi_operator.api.deployment import Role
+from kimi_operator.cli.asking import asked_for, make_plan
+from kimi_operator.cli.document import dumped, refusal_document
+from kimi_operator.cli.figures import with_band
+from kimi_operator.cli.flags import DeploymentFlags, WorkloadFlags, refuse
+from kimi_operator.cli.outlook import shape_of
+from kimi_operator.cli.replayed import BandedRow, Outcome, replay_on
+from kimi_operator.cli.session_flags import SessionFlags, TableFlags
+from kimi_operator.cli.sessions import AskedSessions, asked_sessions
+from kimi_operator.cli.text import refusal_text
+from kimi_operator.planner import Infeasible
+from kimi_operator.planner.predict import Prediction
+from kimi_operator.planner.pressure import table_text
+from kimi_operator.planner.retention import Retention
+from kimi_operator.planner.units import bytes_text
+
+DEFAULT_ROWS = 10
+MOST_ROWS = 200
+LABEL_WIDTH = 16
+Flags = tuple[DeploymentFlags, SessionFlags, TableFlags]
+
+
+def answer(files: list[Path], flags: Flags, output: str) -> tuple[str, int]:
+    """What a command line is answered with, and the exit status: 1 when something does not fit.
+
+    Raises InvalidSpec for bad input.
+    """
+    deployment, of_sessions, tables = flags
+    rows = DEFAULT_ROWS if tables.rows is None else tables.rows
+    if not 1 <= rows <= MOST_ROWS:
+        raise refuse("--rows", f"{rows:,}", f"from 1 to {MOST_ROWS}", "correct it")
+    sessions = asked_sessions(of_sessions)
+    if not files and not deployment.given:
+        raise refuse("--file", "nothing", "a manifest, or flags such as --chip mi300x", "name one with -f")
+    asked = asked_for(files, deployment, WorkloadFlags())
+    planned = make_plan(asked)
+    if isinstance(planned.plan, Infeasible):
+        problems = asked.problems(planned.plan.problems)
+        is_text = output == "text"
+        return _lines(refusal_text(problems)) if is_text else dumped(refusal_document(problems), output), 1
+    outcome = replay_on(planned, sessions, rows)
+    text = _lines(replay_text(outcome)) if output == "text" else dumped(replay_document(outcome), output)
+    return text, 1 if outcome.value.summary.cut_sessions else 0
+
+
+def _lines(lines: Iterator[str]) -> str:
+    return "".join(f"{line}\n" for line in lines)
+
+
+def replay_text(outcome: Outcome) -> Iterator[str]:
+    """For a terminal: what binds, then load over time and times by turn, then what is not in the figures."""
+    yield from _head(outcome)
+    yield ""
+    yield f"over time, a row for each {outcome.row_s:,g} s"
+    yield from table_text(outcome.rows, outcome.service)
+    yield ""
+    yield from _turns_text(outcome.turns)
+    yield ""
+    yield from notes(outcome)
+
+
+def _head(outcome: Outcome) -> Iterator[str]:
+    plan, value, service = outcome.plan, outcome.value.summary, outcome.service
+    layout = "; ".join(f"{role} {_layout(outcome, role)}" for role in Role)
+    yield f"{plan.architecture} on {plan.profile}: {plan.gpus} GPUs, {layout}"
+    yield outcome.asked.text
+    if outcome.asked.assumed:
+        yield f"assumed, since not stated: {', '.join(outcome.asked.assumed)}"
+    yield "predicted, not measured; in brackets: the whole replay with all times at the low and at the high end"
+    yield from (f"warning: {warning}" for warning in warnings(outcome))
+    waits = f"longest wait {value.memory_wait_s:,.1f} s for memory, {value.lane_wait_s:,.1f} s for a lane of prefill"
+    yield _row("binds", f"{value.binds}; {waits}" if value.memory_wait_s or value.lane_wait_s else value.binds)
+    yield _row("TTFT", _percentiles(*(outcome.banded(of, "ms") for of in _TTFT)))
+    yield _row("TPOT", _percentiles(*(outcome.banded(of, "ms") for of in _TPOT)))
+    yield _row("duration", f"{with_band(outcome.banded(lambda s: s.duration_s, 's'))} for {value.turns:,} turns")
+    computed = f"computes {value.computed_tokens:,} of {value.prompt_tokens:,} prompt tokens"
+    yield _row("prefill", f"{value.prefill_busy:.0%} busy; {computed}")
+    again = _share(value.recomputed_tokens, value.computed_tokens)
+    yield _row("recomputed", f"{value.recomputed_tokens:,} tokens that an earlier turn had: {again} of the computed")
+    held = f"{value.held_peak:,} of {service.max_running:,} requests held at once"
+    pages = f"{value.pages_peak:,} of {service.num_pages:,} KV pages ({_share(value.pages_peak, service.num_pages)})"
+    yield _row("decode, at most", f"{pages}, {held}")
+    yield from (_row(*cells) for cells in zip(("prefix cache", ""), _cache(outcome.cache, outcome.asked), strict=True))
+
+
+_TTFT = (lambda s: s.ttft_p50_s, lambda s: s.ttft_p95_s)
+_TPOT = (lambda s: s.tpot_p50_s, lambda s: s.tpot_p95_s)
+
+
+def _row(label: str, value: str) -> str:
+    return f"  {label:<{LABEL_WIDTH}} {value}"
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{part / whole if whole else 0:.0%}"
+
+
+def _percentiles(p50: Prediction, p95: Prediction) -> str:
+    return f"{with_band(p50)} at the median, {with_band(p95)} at p95"
+
+
+def _layout(outcome: Outcome, role: Role) -> str:
+    shape, groups = shape_of(outcome.planned, role), outcome.planned.deployment.spec.role(role).groups
+    return f"{groups} x {shape.nodes} nodes TP{shape.tensor_parallel} DP{shape.lanes} EP{shape.ranks}"
+
+
+def _cache(cache: Retention, asked: AskedSessions) -> tuple[str, str]:
+    share = _share(cache.wanted_pages, cache.num_pages)
+    return (
+        f"would want {cache.wanted_pages:,} of prefill's {cache.num_pages:,} pages ({share}) for prompts that return",
+        f"{cache.evicted_turns:,} of {cache.returning_turns:,} returns would find theirs evicted; "
+        f"reuse up to {cache.reuse:.0%}, replayed with {asked.reuse:.0%}",
+    )
+
+
+def warnings(outcome: Outcome) -> Iterator[str]:
+    """The plan's warnings, and what the sessions asked for that they do not get."""
+    yield from outcome.plan.warnings
+    value, cache, reuse = outcome.value.summary, outcome.cache, outcome.asked.reuse
+    if value.cut_sessions:
+        yield (
+            f"{value.cut_sessions:,} of {len(outcome.asked.sessions):,} sessions end early: their next turn would be "
+            f"longer than {outcome.service.max_context:,} tokens, the longest request"
+        )
+    if reuse > cache.reuse and cache.returning_turns:
+        yield (
+            f"reuse of {reuse:.0%} cannot be had: prefill's own pages keep {cache.reuse:.0%} of earlier contexts; "
+            f"lower --reuse, or cache prompts elsewhere"
+        )
+
+
+def notes(outcome: Outcome) -> Iterator[str]:
+    """What the figures stand on, and what is not in them."""
+    yield "reuse is as stated, the same for each turn; the bundled worker keeps no prefix cache, so it has 0 %"
+    yield (
+        "a turn waits for pages of its prompt and whole answer; a worker takes them as the answer grows, "
+        "and preempts: not in here"
+    )
+    yield "lanes and pages of all groups count as one, requests as spread evenly; first come, first served"
+    if outcome.handoff is not None:
+        yield f"the handoff is not in TTFT: {with_band(outcome.handoff)} for the longest prompt"
+    state = bytes_text(outcome.plan.prefill.slot_bytes)
+    yield f"a prefix cache also keeps a KDA state of {state} a rank for each prompt, which is not in its pages"
+    yield f"decode calibrated on {outcome.decode_on}"
+    yield f"prefill calibrated on {outcome.prefill_on}"
+
+
+_COLUMNS = {"turn": 9, "served": 6, "prompt": 9, "computed": 9, "TTFT p50": 28, "TTFT p95": 28, "TPOT p50": 28}
+
+
+def _turns_text(rows: tuple[BandedRow, ...]) -> Iterator[str]:
+    yield "by turn, mean tokens"
+    yield " ".join(f"{head:>{width}}" for head, width in _COLUMNS.items())
+    for each in rows:
+        row = each.row
+        cells = (
+            f"{row.first}" if row.first == row.last else f"{row.first}-{row.last}",
+            f"{row.served:,}",
+            f"{row.prompt_tokens:,.0f}",
+            f"{row.computed_tokens:,.0f}",
+            *map(with_band, (each.ttft_p50, each.ttft_p95, each.tpot_p50)),
+        )
+        yield " ".join(f"{cell:>{width}}" for cell, width in zip(cells, _COLUMNS.values(), strict=True))
+
+
+def replay_document(outcome: Outcome) -> dict[str, Any]:
+    """For scripts: the figures of the text, unrounded. Times in the unit of their name, or with it beside them."""
+    asked, service = outcome.asked, outcome.service
+    return {
+        "feasible": True,
+        "predicted": True,
+        "measured": False,
+        "deployment": dump(outcome.planned.deployment),
+        "profile": outcome.plan.profile,
+        "warnings": list(warnings(outcome)),
+        "sessions": {
+            "source": asked.source,
+            "count": len(asked.sessions),
+            "reuse": asked.reuse,
+            "assumed": list(asked.assumed),
+            **({"seed": asked.seed, **dataclasses.asdict(asked.agents)} if asked.agents else {}),
+        },
+        "service": {
+            "num_pages": service.num_pages,
+            "page_size_tokens": service.page_size_tokens,
+            "max_running": service.max_running,
+            "prefill_lanes": service.prefill_lanes,
+            "max_context_tokens": service.max_context,
+        },
+        "summary": dataclasses.asdict(outcome.value.summary),
+        "summary_low": dataclasses.asdict(outcome.fast.summary),
+        "summary_high": dataclasses.asdict(outcome.slow.summary),
+        "ttft": {name: _plain(outcome.banded(of, "ms")) for name, of in zip(("p50", "p95"), _TTFT, strict=True)},
+        "tpot": {name: _plain(outcome.banded(of, "ms")) for name, of in zip(("p50", "p95"), _TPOT, strict=True)},
+        "duration": _plain(outcome.banded(lambda s: s.duration_s, "s")),
+        "row_s": outcome.row_s,
+        "over_time": [dataclasses.asdict(row) for row in outcome.rows],
+        "by_turn": [_turn_document(each) for each in outcome.turns],
+        "prefix_cache": {**dataclasses.asdict(outcome.cache), "reuse": outcome.cache.reuse},
+        "handoff": None if outcome.handoff is None else _plain(outcome.handoff),
+        "calibrated_on": {"decode": outcome.decode_on, "prefill": outcome.prefill_on},
+        "notes": list(notes(outcome)),
+    }
+
+
+def _turn_document(each: BandedRow) -> dict[str, Any]:
+    row = each.row
+    return {
+        "first": row.first,
+        "last": row.last,
+        "served": row.served,
+        "prompt_tokens": row.prompt_tokens,
+        "computed_tokens": row.computed_tokens,
+        "ttft_p50": _plain(each.ttft_p50),
+        "ttft_p95": _plain(each.ttft_p95),
+        "tpot_p50": _plain(each.tpot_p50),
+        "tpot_p95": _plain(each.tpot_p95),
+    }
+
+
+def _plain(prediction: Prediction) -> dict[str, Any]:
+    return {
+        "value": prediction.value,
+        "low": prediction.low,
+        "high": prediction.high,
+        "unit": prediction.unit,
+    }

@@ -1,0 +1,200 @@
+"""A replay of sessions on a planned deployment, at predicted times and at both ends of their bands. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from kimi_operator.api.deployment import Role
+from kimi_operator.cli.manifests import Planned
+from kimi_operator.cli.outlook import shape_of
+from kimi_operator.cli.sessions import AskedSessions
+from kimi_operator.errors import InvalidSpec, Problem
+from kimi_operator.planner import Plan
+from kimi_operator.planner.objective import Forecast
+from kimi_operator.planner.predict import Capacity, Prediction, Side, decode_step_ms, handoff_ms, prefill_ms
+from kimi_operator.planner.pressure import Row, Summary, summarise, table
+from kimi_operator.planner.replay import Prompts, Replayed, Served, Service, paced, predicted_service, replay
+from kimi_operator.planner.retention import Retention, retention
+from kimi_operator.planner.roofline import DecodeLoad, PrefillLoad
+from kimi_operator.planner.turns import TurnRow, by_turn
+from kimi_operator.planner.units import ceil_div
+from kimi_operator.planner.workload import Workload, fixed
+from kimi_operator.profiles.forecast import forecast_of
+
+_ROW_SECONDS = (1, 2, 5, 10, 15, 20, 30, 60, 120, 180, 240, 300, 600, 900, 1200, 1800, 2400, 3600)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One replay and what it comes to."""
+
+    replayed: Replayed
+    summary: Summary
+    turns: tuple[TurnRow, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BandedRow:
+    """Times of some turns with their bands."""
+
+    row: TurnRow
+    ttft_p50: Prediction
+    ttft_p95: Prediction
+    tpot_p50: Prediction
+    tpot_p95: Prediction
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Everything that is said about a replay."""
+
+    planned: Planned
+    plan: Plan
+    asked: AskedSessions
+    service: Service
+    value: Run
+    fast: Run
+    """With every time at the low end of its band; `slow` at the high end."""
+    slow: Run
+    decode_on: str
+    """What the times of decode are calibrated on."""
+    prefill_on: str
+    row_s: float
+    rows: tuple[Row, ...]
+    turns: tuple[BandedRow, ...]
+    cache: Retention
+    """Prefill's own pool as a prefix cache, at the times of `value`."""
+    handoff: Prediction | None
+    """Of the longest prompt; None where nobody stated the bandwidth of the card, or nothing was served."""
+
+    def banded(self, of: Callable[[Summary], float], unit: str) -> Prediction:
+        """A time of the summary, in ms or s, with its band."""
+        return _banded(tuple(of(run.summary) for run in (self.value, self.fast, self.slow)), unit, self.calibrated_on)
+
+    @property
+    def calibrated_on(self) -> str:
+        """Both phases in one line."""
+        return f"decode: {self.decode_on}; prefill: {self.prefill_on}"
+
+
+def replay_on(planned: Planned, asked: AskedSessions, max_rows: int) -> Outcome:
+    """Replay. Raises InvalidSpec when the chip's figures do not suffice for predictions, or no session can begin."""
+    plan = planned.plan
+    assert isinstance(plan, Plan), "what does not fit replays nothing"
+    _check_first(asked, plan.decode.max_model_len)
+    # The workload of a forecast matters only to searches.
+    forecast = forecast_of(planned.architecture, planned.profile, plan.kv_cache_dtype, Workload(fixed(1), fixed(1)))
+    sides = {role: _side(planned, forecast, role) for role in Role}
+    room = Capacity(plan.decode.max_num_seqs, plan.decode.num_pages, plan.decode.page_size_tokens)
+    prompts = Prompts(asked.reuse, plan.decode.max_model_len, forecast.chunk_tokens)
+    service = predicted_service(sides[Role.DECODE], sides[Role.PREFILL], room, prompts)
+    value = _run(asked, service, max_rows)
+    prefill, decode = _paces(value.replayed.turns, sides, forecast.chunk_tokens)
+    fast = _run(asked, paced(service, prefill.low, decode.low), max_rows)
+    slow = _run(asked, paced(service, prefill.high, decode.high), max_rows)
+    row_s = _row_s(value.summary.duration_s, max_rows)
+    pool = plan.prefill.num_pages * sides[Role.PREFILL].setup.shape.lanes * sides[Role.PREFILL].groups
+    on = f"decode: {forecast.decode.text}; prefill: {forecast.prefill.text}"
+    return Outcome(
+        planned=planned,
+        plan=plan,
+        asked=asked,
+        service=service,
+        value=value,
+        fast=fast,
+        slow=slow,
+        decode_on=forecast.decode.text,
+        prefill_on=forecast.prefill.text,
+        row_s=row_s,
+        rows=table(value.replayed, service, row_s),
+        turns=tuple(_banded_rows(zip(value.turns, fast.turns, slow.turns, strict=True), on)),
+        cache=retention(value.replayed.turns, pool, plan.prefill.page_size_tokens),
+        handoff=_handoff(value.replayed.turns, sides[Role.PREFILL]),
+    )
+
+
+def _check_first(asked: AskedSessions, max_context: int) -> None:
+    """Raises InvalidSpec when some session cannot even begin: its prompt and a token are longer than maxModelLen."""
+    longest = asked.longest_first
+    if longest >= max_context:
+        field = "--first-prompt-tokens" if asked.agents else f"{asked.source}: newTokens of a first turn"
+        expected = f"less than {max_context:,} tokens, the deployment's longest request"
+        raise InvalidSpec((Problem(field, f"{longest:,}", expected, "shorten it, or plan a larger maxModelLen"),))
+
+
+def _side(planned: Planned, forecast: Forecast, role: Role) -> Side:
+    calibration = forecast.decode if role is Role.DECODE else forecast.prefill
+    setup = forecast.setup(shape_of(planned, role), role)
+    return Side(setup, calibration, planned.deployment.spec.role(role).groups)
+
+
+def _run(asked: AskedSessions, service: Service, max_rows: int) -> Run:
+    replayed = replay(asked.sessions, service)
+    return Run(replayed, summarise(replayed, service), by_turn(replayed.turns, asked.num_turns, max_rows))
+
+
+@dataclass(frozen=True, slots=True)
+class _Pace:
+    """How many times as long a phase may take, at both ends of its band."""
+
+    low: float
+    high: float
+
+
+def _paces(turns: tuple[Served, ...], sides: dict[Role, Side], chunk_tokens: int) -> tuple[_Pace, _Pace]:
+    """Of prefill and decode: the widest bands among the turns with the least and the most work, alone and crowded."""
+    if not turns:
+        return _Pace(1.0, 1.0), _Pace(1.0, 1.0)
+    decode, prefill = sides[Role.DECODE], sides[Role.PREFILL]
+    ends = [pick(turns, key=lambda turn: turn.computed_tokens) for pick in (min, max)]
+    works = [(turn.computed_tokens, turn.prompt_tokens - turn.computed_tokens) for turn in ends]
+    prompts = [PrefillLoad(*work, chunk_tokens, lanes) for work in works for lanes in (1, prefill.setup.shape.lanes)]
+    contexts = [pick(turn.prompt_tokens for turn in turns) for pick in (min, max)]
+    crowd = ceil_div(len({turn.session for turn in turns}), decode.groups)
+    steps = [DecodeLoad(held, context) for context in contexts for held in (1, crowd)]
+    return (
+        _widest(prefill_ms(prefill.setup, load, prefill.calibration) for load in prompts),
+        _widest(decode_step_ms(decode.setup, load, decode.calibration) for load in steps),
+    )
+
+
+def _widest(predictions: Iterable[Prediction]) -> _Pace:
+    ratios = [(p.low / p.value, p.high / p.value) for p in predictions]
+    return _Pace(min(low for low, _ in ratios), max(high for _, high in ratios))
+
+
+def _row_s(duration_s: float, max_rows: int) -> float:
+    """Length of a row, so that there are `max_rows` at most: a round number of seconds, or of hours."""
+    least = max(duration_s / max_rows, 1.0)
+    return next((seconds for seconds in _ROW_SECONDS if seconds >= least), 3600 * math.ceil(least / 3600))
+
+
+def _banded_rows(runs: Iterable[tuple[TurnRow, TurnRow, TurnRow]], calibrated_on: str) -> Iterable[BandedRow]:
+    for rows in runs:
+
+        def figure(of: Callable[[TurnRow], float], rows: tuple[TurnRow, ...] = rows) -> Prediction:
+            return _banded(tuple(map(of, rows)), "ms", calibrated_on)
+
+        yield BandedRow(
+            row=rows[0],
+            ttft_p50=figure(lambda row: row.ttft_p50_s),
+            ttft_p95=figure(lambda row: row.ttft_p95_s),
+            tpot_p50=figure(lambda row: row.tpot_p50_s),
+            tpot_p95=figure(lambda row: row.tpot_p95_s),
+        )
+
+
+def _banded(seconds: tuple[float, ...], unit: str, calibrated_on: str) -> Prediction:
+    """The first of the runs with the least and the most of all."""
+    scale = 1e3 if unit == "ms" else 1.0
+    value, low, high = (each * scale for each in (seconds[0], min(seconds), max(seconds)))
+    return Prediction(value, low, high, unit, calibrated_on)
+
+
+def _handoff(turns: tuple[Served, ...], prefill: Side) -> Prediction | None:
+    try:
+        return handoff_ms(prefill.setup, max(turn.prompt_tokens for turn in turns)) if turns else None
+    except ValueError:
+        return None

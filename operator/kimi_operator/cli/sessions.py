@@ -1,0 +1,114 @@
+"""Sessions that a command line asks for, drawn or recorded; whatever cannot be is refused by its flag or its line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kimi_operator.api.workload import MAX_TOKENS
+from kimi_operator.cli.flag_documents import seconds
+from kimi_operator.cli.flags import flag_name, refuse
+from kimi_operator.cli.session_flags import SessionFlags
+from kimi_operator.planner.replay import Agents, Session, draw
+
+DEFAULTS = Agents(
+    sessions=16, turns=10, first_prompt_tokens=12_000, turn_tokens=3000, output_tokens=400, think_s=15.0, ramp_s=60.0
+)
+MOST_TURNS = 10_000
+"""Turns of all sessions together: a replay of so many takes some seconds."""
+MOST_SECONDS = 86_400.0
+MOST_SEED = 2**32 - 1
+
+_MOST = {
+    "agents": MOST_TURNS,
+    "turns": MOST_TURNS,
+    "first_prompt_tokens": MAX_TOKENS,
+    "turn_tokens": MAX_TOKENS,
+    "output_tokens": MAX_TOKENS,
+}
+_TIMES = ("think_time", "ramp")
+
+
+@dataclass(frozen=True, slots=True)
+class AskedSessions:
+    """Sessions to replay and the share of earlier context that their turns find."""
+
+    sessions: tuple[Session, ...]
+    reuse: float
+    text: str
+    """What they are, for a person."""
+    source: str
+    """Where they are from, as the user wrote it."""
+    agents: Agents | None
+    """What they were drawn from; None when they were recorded."""
+    seed: int
+    assumed: tuple[str, ...]
+    """Flags that nobody stated, so that their defaults were taken."""
+
+    @property
+    def num_turns(self) -> int:
+        """Turns of the longest session."""
+        return max(len(session.turns) for session in self.sessions)
+
+    @property
+    def longest_first(self) -> int:
+        """Tokens of the longest first prompt."""
+        return max(session.turns[0].new_tokens for session in self.sessions)
+
+
+def asked_sessions(flags: SessionFlags) -> AskedSessions:
+    """Raises InvalidSpec for flags that say nothing, too much, or what cannot be."""
+    reuse = 0.0 if flags.reuse is None else flags.reuse
+    if not 0 <= reuse <= 1:
+        raise refuse("--reuse", f"{reuse:g}", "a share from 0 to 1", "write 0.9 for nine tenths")
+    if flags.trace is not None:
+        if flags.drawn:
+            raise refuse(flags.drawn[0], "a flag beside --trace", "either of them", "leave one out")
+        # A trace is read with the API's models, which sessions that are drawn do not need.
+        from kimi_operator.cli.trace import read_trace  # noqa: PLC0415
+
+        sessions = read_trace(flags.trace)
+        num_turns = sum(len(session.turns) for session in sessions)
+        text = f"{len(sessions):,} sessions of {flags.trace}, {num_turns:,} turns"
+        return AskedSessions(sessions, reuse, text, f"--trace {flags.trace}", None, 0, ())
+    agents, seed = _agents(flags), 0 if flags.seed is None else flags.seed
+    if not 0 <= seed <= MOST_SEED:
+        raise refuse("--seed", f"{seed}", f"a whole number from 0 to {MOST_SEED}", "choose another")
+    assumed = [flag_name(name) for name in (*_MOST, *_TIMES) if getattr(flags, name) is None]
+    sessions = draw(agents, seed)
+    return AskedSessions(sessions, reuse, _text(agents, seed), "flags", agents, seed, tuple(assumed))
+
+
+def _agents(flags: SessionFlags) -> Agents:
+    def whole(name: str, default: int) -> int:
+        stated = getattr(flags, name)
+        if stated is not None and not 1 <= stated <= _MOST[name]:
+            raise refuse(flag_name(name), f"{stated:,}", f"from 1 to {_MOST[name]:,}", "correct it")
+        return default if stated is None else int(stated)
+
+    def time_s(name: str, default: float) -> float:
+        stated = seconds(flag_name(name), getattr(flags, name))
+        if stated is not None and not stated <= MOST_SECONDS:
+            raise refuse(flag_name(name), f"{stated:,g}s", f"at most {MOST_SECONDS:,.0f}s, a day", "lower it")
+        return default if stated is None else stated
+
+    agents = Agents(
+        sessions=whole("agents", DEFAULTS.sessions),
+        turns=whole("turns", DEFAULTS.turns),
+        first_prompt_tokens=whole("first_prompt_tokens", DEFAULTS.first_prompt_tokens),
+        turn_tokens=whole("turn_tokens", DEFAULTS.turn_tokens),
+        output_tokens=whole("output_tokens", DEFAULTS.output_tokens),
+        think_s=time_s("think_time", DEFAULTS.think_s),
+        ramp_s=time_s("ramp", DEFAULTS.ramp_s),
+    )
+    if (num_turns := agents.sessions * agents.turns) > MOST_TURNS:
+        got = f"{agents.sessions:,} x {agents.turns:,} turns = {num_turns:,}"
+        raise refuse("--agents", got, f"at most {MOST_TURNS:,} turns in all", "lower --agents or --turns")
+    return agents
+
+
+def _text(agents: Agents, seed: int) -> str:
+    return (
+        f"{agents.sessions:,} agents x {agents.turns:,} turns, begun over {agents.ramp_s:g} s, seed {seed}: "
+        f"first prompt {agents.first_prompt_tokens:,} tokens, means of {agents.turn_tokens:,} added a turn, "
+        f"{agents.output_tokens:,} answered, {agents.think_s:g} s of thinking"
+    )
