@@ -51,6 +51,8 @@ def to_worker_settings(inputs: RenderInputs, role: Role) -> dict[str, Any]:
             "fence": profile.fabric.fence,
         },
         "ports": {
+            # All addresses: probes, routers and the operator reach a pod by its own.
+            "address": "0.0.0.0",  # noqa: S104
             "api": API_PORT,
             "rendezvous": RENDEZVOUS_PORT,
             "coordinator": COORDINATOR_PORT,
