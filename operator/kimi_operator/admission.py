@@ -1,4 +1,4 @@
-"""Pure: whether a KimiDeployment may be written. Only what can never work is refused; what is refused stays as it was.
+"""Pure: whether a KimiDeployment may be written. Only what can never work is refused, where nothing of it was before.
 
 Whatever happens here, the reconcile loop refuses the same by condition: nothing depends on being asked.
 """
@@ -132,14 +132,18 @@ def judge(request: Request, profiles: Profiles, nodes: Collection[NodeSeen]) -> 
         return Verdict(Answer.WARNED, "; ".join(found.plan.warnings)) if found.plan.warnings else ALLOWED
     if found.reason not in REFUSED:
         return Verdict(Answer.WARNED, f"{found.reason}: {found.message}")
-    if _was_so_before(request, found, profiles, nodes):
-        # Whoever suspends or shrinks what fits no more, since a profile or the operator has changed, must be let.
-        return Verdict(Answer.WARNED, f"as before, {found.reason}: {found.message}")
+    if _could_not_before(request, profiles, nodes):
+        # Nothing that works is at stake, and whoever suspends, shrinks or mends step by step must be let: numbers and
+        # fields of a shortage differ from step to step, and one may have hidden the next.
+        return Verdict(Answer.WARNED, f"as before, this cannot run: {found.reason}: {found.message}")
     return Verdict(Answer.REFUSED, f"{found.reason}: {found.message}")
 
 
-def _was_so_before(request: Request, found: Refusal, profiles: Profiles, nodes: Iterable[NodeSeen]) -> bool:
-    return request.old_object is not None and plan_document(request.old_object, profiles, nodes) == found
+def _could_not_before(request: Request, profiles: Profiles, nodes: Iterable[NodeSeen]) -> bool:
+    if request.old_object is None:
+        return False
+    before = plan_document(request.old_object, profiles, nodes)
+    return isinstance(before, Refusal) and before.reason in REFUSED
 
 
 def _problem(field: str, got: str, expected: str) -> Problem:

@@ -21,6 +21,7 @@ from kimi_operator.admission import ALLOWED, Answer, Request, Verdict, judge, re
 from kimi_operator.cluster import Cluster
 from kimi_operator.desire import Profiles, names_profile, read_profiles
 from kimi_operator.errors import InvalidSpec, KimiError
+from kimi_operator.intake import Intake, NotTaken
 from kimi_operator.observe import NodeSeen, read_node
 
 PATH = "/admit"
@@ -30,8 +31,12 @@ LOOK_AGAIN_S = 20.0
 """How often the certificate is looked at; the kubelet brings a new one within about a minute."""
 MAX_BODY_BYTES = 4 * 2**20
 """An object and its former self, each of the largest size that etcd takes."""
+MAX_HELD_BYTES = 4 * MAX_BODY_BYTES
+"""Bodies that come or wait, in sum. Whoever reaches the port may ask."""
 MAX_AT_ONCE = 16
-"""Questions that are held in memory; others wait. Whoever reaches the port may ask."""
+"""Questions that are decided at once; others wait."""
+LARGE_BYTES = 2**17
+"""Questions beyond are decided one at a time: as Python's objects, JSON takes up to some 30 times its bytes."""
 log = structlog.get_logger()
 
 
@@ -76,7 +81,9 @@ class Webhook:
     """All addresses when absent."""
     bound_port: int = 0
     """Where it listens, once it does; 0 before."""
+    _intake: Intake = field(default_factory=lambda: Intake(MAX_BODY_BYTES, MAX_HELD_BYTES))
     _places: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_AT_ONCE))
+    _large_place: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
 
     async def serve(self) -> NoReturn:
         """Serve as soon as there is a certificate, until cancelled."""
@@ -87,9 +94,10 @@ class Webhook:
                 await asyncio.sleep(LOOK_AGAIN_S)
 
     async def _start(self, resources: AsyncExitStack) -> None:
-        app = web.Application(client_max_size=MAX_BODY_BYTES)
+        app = web.Application()
         app.router.add_post(PATH, self._answer)
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=ANSWER_S)
+        # Decompressed, a few bytes could be any number; the API server sends them as they are.
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=ANSWER_S, auto_decompress=False)
         await runner.setup()
         resources.push_async_callback(runner.cleanup)
         await web.TCPSite(runner, self.host, self.port, ssl_context=self.certificate.context).start()
@@ -97,22 +105,43 @@ class Webhook:
         log.info("webhook_serves", port=self.bound_port)
 
     async def _answer(self, http: web.Request) -> web.Response:
-        async with self._places:
+        until_s = asyncio.get_running_loop().time() + ANSWER_S
+        async with AsyncExitStack() as held:
             try:
-                async with asyncio.timeout(ANSWER_S):
-                    body = await http.read()
-            except TimeoutError:
-                return web.Response(status=408, text=f"the body did not come within {ANSWER_S:g} s\n")
-            return await self._answer_to(body)
+                body = await self._take(http, held, until_s)
+            except NotTaken as why:
+                return _no_answer(why.status, why)
+            return await self._answer_to(body, until_s)
 
-    async def _answer_to(self, body: bytes) -> web.Response:
+    async def _take(self, http: web.Request, held: AsyncExitStack, until_s: float) -> bytearray:
+        """The body, once it is whole and has a place, which `held` gives back. Raises NotTaken.
+
+        A place is taken only then: who sends slowly must keep nobody else from being answered.
+        """
+        is_whole = False
+        with self._intake.expect() as coming:
+            try:
+                async with asyncio.timeout_at(until_s):
+                    await coming.read(http.content.iter_any())
+                    is_whole = True
+                    is_large = len(coming.data) > LARGE_BYTES
+                    await held.enter_async_context(self._large_place if is_large else self._places)
+            except TimeoutError as error:
+                status, what = (503, "no place was free") if is_whole else (408, "the body did not come")
+                raise NotTaken(status, f"{what} within {ANSWER_S:g} s") from error
+            except ConnectionError as error:
+                raise NotTaken(400, "the body broke off") from error
+            coming.require()
+            return coming.data
+
+    async def _answer_to(self, body: bytearray, until_s: float) -> web.Response:
         try:
             request = read_request(json.loads(body))
         except InvalidSpec as error:
-            return web.Response(status=400, text=f"{error}\n")
+            return _no_answer(400, error)
         except (ValueError, RecursionError) as error:
-            return web.Response(status=400, text=f"the body is no JSON: {error}\n")
-        verdict = await self._judge(request)
+            return _no_answer(400, f"the body is no JSON: {error}")
+        verdict = await self._judge(request, until_s)
         self.count(verdict.answer.value)
         if verdict.answer is Answer.REFUSED and request.object is not None:
             metadata = request.object.get("metadata", {})
@@ -120,11 +149,11 @@ class Webhook:
             log.info("refused_at_admission", deployment=name, operation=request.operation, why=verdict.message)
         return web.json_response(verdict.to_review(request.uid))
 
-    async def _judge(self, request: Request) -> Verdict:
+    async def _judge(self, request: Request, until_s: float) -> Verdict:
         if not request.is_relevant:
             return ALLOWED
         try:
-            async with asyncio.timeout(ANSWER_S):
+            async with asyncio.timeout_at(until_s):
                 profiles, nodes = await self._surroundings(request)
         except (KimiError, TimeoutError) as error:
             why = str(error) or f"the API server did not answer in {ANSWER_S:g} s"
@@ -138,3 +167,9 @@ class Webhook:
             return profiles, []
         nodes = await self.cluster.list("Node", labels=self.node_selector or None)
         return profiles, [read_node(node) for node in nodes.documents]
+
+
+def _no_answer(status: int, why: object) -> web.Response:
+    """In words. They may repeat what was asked, and JSON's strings may hold halves of characters that UTF-8 has not."""
+    words = f"{why}\n".encode(errors="backslashreplace")
+    return web.Response(status=status, body=words, content_type="text/plain", charset="utf-8")

@@ -110,7 +110,7 @@ def dump(model: BaseModel) -> dict[str, Any]:
 
 
 def _problem(item: Any, where: str) -> Problem:
-    path = ".".join(str(part) for part in (where, *item["loc"]) if part != "")
+    path = ".".join(str(part) for part in (where, *item["loc"]) if part != "") or "the document"
     got = _shortened(repr(item["input"]))
     match item["type"]:
         case "extra_forbidden":

@@ -35,7 +35,7 @@ def deployment(changes: dict[str, Any] | None = None) -> Document:
         place = document
         for name in parents:
             place = place.setdefault(name, {})
-        place[last] = value
+        place[last] = copy.deepcopy(value)
         if value is None:
             del place[last]
     return document
@@ -117,14 +117,40 @@ def test_a_spec_that_stays_is_never_refused_though_it_fits_no_more() -> None:
         assert decide(deployment(changes), deployment(), known=small) == Verdict(Answer.ALLOWED)
 
 
-def test_whoever_suspends_what_fits_no_more_is_let() -> None:
-    small = profiles(memory="40Mi")
-    for changes in ({"spec.suspend": True}, {"spec.decode.groups": 2}, {"spec.router.replicas": 2}):
-        verdict = decide(deployment(changes), deployment(), known=small)
-        assert verdict.answer is Answer.WARNED, verdict
-        assert "as before, DoesNotFit" in verdict.message
-    assert decide(deployment(SHORTER), deployment(), known=small).answer is Answer.REFUSED
-    assert decide(deployment(SHORTER | TOO_LARGE), deployment(TOO_LARGE)).answer is Answer.REFUSED
+LONG = {"spec.workload": {"prompt": {"fixed": 1_000_000}, "output": {"fixed": 100}}}
+EDITS = {
+    "suspends": {"spec.suspend": True},
+    "shrinks the service": {"spec.decode.groups": None, "spec.decode.maxNumSeqs": 2},
+    "shrinks the longest request": SHORTER,
+    "shrinks the workload": {"spec.workload.prompt.fixed": 900_000},
+    "mends one shortage, and the next shows": {"spec.workload": None},
+    "names another model": {"spec.model.architecture": "kimi-k8"},
+    "lowers a limit": {"spec.prefill.maxNumSeqs": 1},
+}
+UNFIT = {
+    "memory": {},
+    "a workload": LONG,
+    "both in the wrong order": TOO_LARGE | LONG,
+    "an unknown model": LONG | {"spec.model.architecture": "kimi-k9"},
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("unfit", UNFIT)
+def test_whoever_edits_what_could_not_run_before_is_let_and_told(unfit: str, edit: str) -> None:
+    """A profile has changed, or the operator: whatever makes it less must pass, and nothing that works is at stake."""
+    small, old = profiles(memory="40Mi"), deployment(LONG | UNFIT[unfit])
+    new = deployment(LONG | UNFIT[unfit] | EDITS[edit])
+    assert decide(old, known=small).answer is Answer.REFUSED
+    verdict = decide(new, old, known=small)
+    assert verdict.answer is Answer.WARNED, verdict
+    assert "as before, this cannot run: " in verdict.message
+    assert verdict.message.endswith(decide(new, known=small).message)
+
+
+def test_an_edit_that_breaks_what_fits_is_refused_however_small() -> None:
+    for changes in (TOO_LARGE, LONG, {"spec.model.architecture": "kimi-k9"}, {"spec.suspend": True} | TOO_LARGE):
+        assert decide(deployment(changes), deployment()).answer is Answer.REFUSED
 
 
 IRRELEVANT = {
@@ -161,6 +187,7 @@ BAD = {
     ),
     "no object": (review(None), "request.object: got nothing, expected the object of CREATE"),
     "object of text": (review(deployment(), object="k3"), "request.object: got 'k3'"),
+    "half a character": (review(deployment({"metadata.name": "\ud800"})), "the document: got "),
     "spec of a list": (review(deployment({"spec": []})), "an object of the API, whose spec is a map"),
 }
 

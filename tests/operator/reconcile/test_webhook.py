@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 import ssl
 import subprocess
+import zlib
 from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ import pytest
 from api_server import UNANSWERED, Fault
 from kimi_operator import webhook as endpoint
 from kimi_operator.__main__ import make_webhook
+from kimi_operator.cluster import Cluster
 from kimi_operator.metrics import Metrics
 from kimi_operator.settings import OperatorSettings
 from kimi_operator.webhook import PATH, Webhook
@@ -25,6 +28,7 @@ from stage import Stage, node
 from test_admission import TOO_LARGE, deployment, review
 
 DEADLINE_S = 30.0
+Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 def write_pair(folder: Path, name: str = "localhost") -> bytes:
@@ -47,24 +51,47 @@ class Asker:
     trusted: str = ""
     answers: Counter[int] = field(default_factory=Counter)
 
-    async def ask(self, body: object, method: str = "POST", path: str = PATH) -> tuple[int, Any]:
+    async def ask(self, body: object, method: str = "POST", path: str = PATH, **more: Any) -> tuple[int, Any]:
         """Status, and the answer as JSON or text. A connection of its own: a new certificate counts from the next."""
         context = ssl.create_default_context(cadata=self.trusted)
         url = f"https://localhost:{self.webhook.bound_port}{path}"
         sent = {"data": io.BytesIO(body)} if isinstance(body, bytes) else {"json": body}
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=context)) as session:
-            async with session.request(method, url, timeout=aiohttp.ClientTimeout(total=10), **sent) as answer:
+            async with session.request(method, url, timeout=aiohttp.ClientTimeout(total=10), **sent, **more) as answer:
                 is_json = answer.content_type == "application/json"
                 return answer.status, await answer.json() if is_json else await answer.text()
+
+    @asynccontextmanager
+    async def slow_client(self, sent: bytes, of_bytes: int = 10) -> AsyncIterator[Streams]:
+        """A connection whose body has begun, and does not come to its end."""
+        context = ssl.create_default_context(cadata=self.trusted)
+        streams = await asyncio.open_connection("localhost", self.webhook.bound_port, ssl=context)
+        head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {of_bytes}\r\n\r\n"
+        try:
+            streams[1].write(head.encode() + sent)
+            await streams[1].drain()
+            yield streams
+        finally:
+            streams[1].transport.abort()
 
     def count(self, answer: str) -> float:
         return self.metrics.registry.get_sample_value("kimi_operator_admissions_total", {"answer": answer}) or 0.0
 
     async def wait_until_it_serves(self) -> None:
-        async with asyncio.timeout(DEADLINE_S):
-            while not self.webhook.bound_port:  # it has no event to offer
-                assert not self.task.done(), self.task
-                await asyncio.sleep(0.01)
+        def serves() -> bool:
+            assert not self.task.done(), self.task
+            return bool(self.webhook.bound_port)
+
+        await until(serves)
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    """What is looked at has no event to offer."""
+    async with asyncio.timeout(DEADLINE_S):
+        while True:
+            if holds():
+                return
+            await asyncio.sleep(0.01)
 
 
 @pytest.fixture
@@ -166,19 +193,100 @@ async def test_a_bad_question_gets_a_400_that_says_why(trusted: Asker, body: byt
     assert words in text
 
 
+HALF = "\ud800"
+"""The first half of a character: JSON's escapes have it, UTF-8 does not."""
+
+
+def with_half(value: Any) -> Iterator[Any]:
+    """The document with each of its texts, and each of its keys, replaced by half a character, one at a time."""
+    if isinstance(value, str):
+        yield HALF
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            yield {HALF if other == key else other: value[other] for other in value}
+            yield from ({**value, key: changed} for changed in with_half(inner))
+
+
+def no_text_of_utf8() -> Iterator[Any]:
+    yield from with_half(review(deployment(TOO_LARGE)))
+    yield from ({"apiVersion": HALF, "kind": "x"}, {"apiVersion": [HALF], "kind": {HALF: 1}}, HALF, [HALF], {HALF: 1})
+
+
+async def test_halves_of_characters_are_told_wherever_they_stand(trusted: Asker) -> None:
+    for body in no_text_of_utf8():
+        status, answer = await trusted.ask(json.dumps(body).encode())
+        assert status == 400, (body, answer)
+        assert "expected" in answer
+
+
 async def test_a_body_that_is_too_large_or_never_comes_is_given_up(
     trusted: Asker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert (await trusted.ask(b" " * (endpoint.MAX_BODY_BYTES + 1)))[0] == 413
     monkeypatch.setattr(endpoint, "ANSWER_S", 0.05)
-    context = ssl.create_default_context(cadata=trusted.trusted)
-    async with asyncio.timeout(DEADLINE_S):
-        reader, writer = await asyncio.open_connection("localhost", trusted.webhook.bound_port, ssl=context)
-        writer.write(f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10\r\n\r\n{{".encode())
+    async with trusted.slow_client(b"{") as (reader, _), asyncio.timeout(DEADLINE_S):
         assert (await reader.readline()).split()[1] == b"408"
-        writer.close()
-        with suppress(OSError):
-            await writer.wait_closed()
+
+
+MIB = 2**20
+SLOW = {
+    "heads alone": (64, b"", 0),
+    "a byte each": (64, b"{", 64),
+    "all but a byte": (12, b" " * (4 * MIB - 1), 8 * MIB),
+}
+
+
+@pytest.mark.parametrize("kind", SLOW)
+async def test_slow_clients_keep_nobody_from_an_answer(
+    trusted: Asker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    """While they are all still connected, a review is answered; what they sent is bounded in sum."""
+    clients, sent, least_held = SLOW[kind]
+    monkeypatch.setattr(endpoint, "ANSWER_S", 2 * DEADLINE_S)
+    intake = trusted.webhook._intake
+    async with AsyncExitStack() as slow, asyncio.timeout(2 * DEADLINE_S):
+        for _ in range(clients):
+            await slow.enter_async_context(trusted.slow_client(sent, of_bytes=4 * MIB))
+            assert intake.held_bytes <= intake.max_held_bytes
+        _, answer = await trusted.ask(review(deployment(TOO_LARGE)))
+        assert answer["response"]["allowed"] is False
+        await until(lambda: least_held <= intake.held_bytes <= intake.max_held_bytes)
+    await until(lambda: not intake.held_bytes)
+    assert not caplog.records, "whoever goes away is no error of ours"
+
+
+async def test_large_questions_wait_for_one_another_and_for_nobody_else(
+    stage: Stage, trusted: Asker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the API server is silent, each holds all that it says in memory."""
+    answers, asked, real = asyncio.Event(), [], Cluster.list
+
+    async def late(cluster: Cluster, kind: str, **more: Any) -> Any:
+        asked.append(kind)
+        await answers.wait()
+        return await real(cluster, kind, **more)
+
+    monkeypatch.setattr(Cluster, "list", late)
+    monkeypatch.setattr(endpoint, "ANSWER_S", DEADLINE_S)
+    large = deployment({"metadata.annotations": {"a": "x" * endpoint.LARGE_BYTES}})
+    async with asyncio.timeout(2 * DEADLINE_S), asyncio.TaskGroup() as group:
+        first = group.create_task(trusted.ask(review(large)))
+        await until(lambda: len(asked) == 1)
+        monkeypatch.setattr(endpoint, "ANSWER_S", 0.5)
+        assert await trusted.ask(review(large)) == (503, "no place was free within 0.5 s\n")
+        assert len(asked) == 1
+        _, small = await trusted.ask(review(deployment()))
+        assert "did not answer in 0.5 s" in small["response"]["warnings"][0]
+        answers.set()
+    allowed = {"uid": "705ab4f5", "allowed": True}
+    assert (await first)[1]["response"] == allowed
+    assert (await trusted.ask(review(large)))[1]["response"] == allowed
+
+
+async def test_compressed_bodies_are_not_unpacked(trusted: Asker) -> None:
+    body = zlib.compress(b" " * endpoint.MAX_BODY_BYTES)
+    status, text = await trusted.ask(body, headers={"Content-Encoding": "deflate"})
+    assert (status, "no JSON" in text) == (400, True)
 
 
 async def test_more_questions_than_places_are_all_answered(trusted: Asker) -> None:
