@@ -119,9 +119,10 @@ def _check_first(asked: AskedSessions, max_context: int) -> None:
     """Raises InvalidSpec when some session cannot even begin: its prompt and a token are longer than maxModelLen."""
     longest = asked.longest_first
     if longest >= max_context:
-        field = "--first-prompt-tokens" if asked.agents else f"{asked.source}: newTokens of a first turn"
         expected = f"less than {max_context:,} tokens, the deployment's longest request"
-        raise InvalidSpec((Problem(field, f"{longest:,}", expected, "shorten it, or plan a larger maxModelLen"),))
+        raise InvalidSpec(
+            (Problem(asked.first_field, f"{longest:,}", expected, "shorten it, or plan a larger maxModelLen"),)
+        )
 
 
 def _side(planned: Planned, forecast: Forecast, role: Role) -> Side:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from kimi_operator.api.workload import MAX_TOKENS
 from kimi_operator.cli.flag_documents import seconds
@@ -38,6 +40,8 @@ class AskedSessions:
     """What they are, for a person."""
     source: str
     """Where they are from, as the user wrote it."""
+    first_field: str
+    """What the user would mend if the longest first prompt does not fit."""
     agents: Agents | None
     """What they were drawn from; None when they were recorded."""
     seed: int
@@ -66,16 +70,29 @@ def asked_sessions(flags: SessionFlags) -> AskedSessions:
         # A trace is read with the API's models, which sessions that are drawn do not need.
         from kimi_operator.cli.trace import read_trace  # noqa: PLC0415
 
-        sessions = read_trace(flags.trace)
-        num_turns = sum(len(session.turns) for session in sessions)
-        text = f"{len(sessions):,} sessions of {flags.trace}, {num_turns:,} turns"
-        return AskedSessions(sessions, reuse, text, f"--trace {flags.trace}", None, 0, ())
+        return _recorded(flags.trace, read_trace(flags.trace), reuse)
     agents, seed = _agents(flags), 0 if flags.seed is None else flags.seed
     if not 0 <= seed <= MOST_SEED:
         raise refuse("--seed", f"{seed}", f"a whole number from 0 to {MOST_SEED}", "choose another")
     assumed = [flag_name(name) for name in (*_MOST, *_TIMES) if getattr(flags, name) is None]
     sessions = draw(agents, seed)
-    return AskedSessions(sessions, reuse, _text(agents, seed), "flags", agents, seed, tuple(assumed))
+    text, field = _text(agents, seed), "--first-prompt-tokens"
+    return AskedSessions(sessions, reuse, text, "flags", field, agents, seed, tuple(assumed))
+
+
+def _recorded(file: Path, sessions: Mapping[str, Session], reuse: float) -> AskedSessions:
+    num_turns = sum(len(session.turns) for session in sessions.values())
+    longest = max(sessions, key=lambda where: sessions[where].turns[0].new_tokens)
+    return AskedSessions(
+        sessions=tuple(sessions.values()),
+        reuse=reuse,
+        text=f"{len(sessions):,} sessions of {file}, {num_turns:,} turns",
+        source=f"--trace {file}",
+        first_field=f"{longest}.newTokens",
+        agents=None,
+        seed=0,
+        assumed=(),
+    )
 
 
 def _agents(flags: SessionFlags) -> Agents:

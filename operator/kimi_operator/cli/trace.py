@@ -29,9 +29,9 @@ class TurnSpec(ApiModel):
     start_seconds: Seconds | None = Field(default=None, description="When the session begins; on its first turn only.")
 
 
-def read_trace(file: Path) -> tuple[Session, ...]:
-    """The sessions of a file, in the order of their first lines. Raises InvalidSpec that names line and field."""
-    begun: dict[str, float] = {}
+def read_trace(file: Path) -> dict[str, Session]:
+    """The sessions of a file by the places of their first lines. Raises InvalidSpec that names line and field."""
+    begun: dict[str, tuple[str, float]] = {}
     turns: dict[str, list[Turn]] = {}
     for number, (where, spec) in enumerate(_specs(file), start=1):
         if number > MOST_TURNS:
@@ -39,11 +39,11 @@ def read_trace(file: Path) -> tuple[Session, ...]:
         if spec.session in begun and spec.start_seconds is not None:
             got, expected = f"{spec.start_seconds:g} on a later turn of {spec.session!r}", "it on the first turn only"
             raise refuse(f"{where}.startSeconds", got, expected, "remove it, or say thinkSeconds before")
-        begun.setdefault(spec.session, spec.start_seconds or 0.0)
+        begun.setdefault(spec.session, (where, spec.start_seconds or 0.0))
         turns.setdefault(spec.session, []).append(Turn(spec.new_tokens, spec.output_tokens, spec.think_seconds))
     if not turns:
         raise refuse_file([file], "no turns", "a line of JSON for each turn", "name a file that has some")
-    return tuple(Session(begun[name], tuple(own)) for name, own in turns.items())
+    return {where: Session(start_s, tuple(turns[name])) for name, (where, start_s) in begun.items()}
 
 
 def _specs(file: Path) -> Iterator[tuple[str, TurnSpec]]:
