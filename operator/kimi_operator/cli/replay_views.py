@@ -146,6 +146,7 @@ def notes(outcome: Outcome) -> Iterator[str]:
         "a turn waits for pages of its prompt and whole answer; a worker takes them as the answer grows, "
         "and preempts: not in here"
     )
+    yield "binds: what turns wait for most; a wait for memory counts as prefill's where that memory waits for a lane"
     yield "lanes and pages of all groups count as one, requests as spread evenly; first come, first served"
     if outcome.handoff is not None:
         yield f"the handoff is not in TTFT: {with_band(outcome.handoff)} for the longest prompt"

@@ -30,7 +30,7 @@ class Row:
     waiting_peak: int
     """Requests that waited for memory or for a lane at once."""
     binds: str
-    """What requests spent most of their waiting on in this time; empty when none waited."""
+    """What requests spent most of their waiting on in this time, as in Summary; empty when none waited."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Summary:
     lane_wait_s: float
     """Longest wait for a prefill lane."""
     binds: str
-    """What made requests wait longest, or that nothing did."""
+    """What made requests wait most, or that nothing did. A wait for memory that waits for a lane is one for lanes."""
 
 
 def summarise(replayed: Replayed, service: Service) -> Summary:
@@ -69,6 +69,8 @@ def summarise(replayed: Replayed, service: Service) -> Summary:
     memory_wait_s = max((turn.admitted_s - turn.asked_s for turn in turns), default=0.0)
     lane_wait_s = max((turn.prefill_s - turn.admitted_s for turn in turns), default=0.0)
     held_peak = peak([(turn.admitted_s, turn.end_s, 1) for turn in turns])
+    name = _binds(turns, service, held_peak, 0.0, math.inf)
+    sizes = {PREFILL: service.prefill_lanes, RUNNING: service.max_running, PAGES: service.num_pages}
     busy_s = math.fsum(turn.decode_s - turn.prefill_s for turn in turns)
     return Summary(
         turns=len(turns),
@@ -87,7 +89,7 @@ def summarise(replayed: Replayed, service: Service) -> Summary:
         tpot_p95_s=percentile(tpots, 0.95),
         memory_wait_s=memory_wait_s,
         lane_wait_s=lane_wait_s,
-        binds=_binds(memory_wait_s, lane_wait_s, held_peak, service),
+        binds=f"{name} ({sizes[name]:,} in all)" if name else "nothing: no request waited",
     )
 
 
@@ -101,19 +103,26 @@ def tpot_s(turn: Served) -> float:
     return (turn.end_s - turn.decode_s) / turn.output_tokens
 
 
-def _binds(memory_wait_s: float, lane_wait_s: float, held_peak: int, service: Service) -> str:
-    name = _limit(memory_wait_s, lane_wait_s, held_peak, service)
-    sizes = {PREFILL: service.prefill_lanes, RUNNING: service.max_running, PAGES: service.num_pages}
-    return f"{name} ({sizes[name]:,} in all)" if name else "nothing: no request waited"
+def _binds(turns: Sequence[Served], service: Service, held_peak: int, start_s: float, end_s: float) -> str:
+    """The limit that turns waited for most of all in [start, end); empty when none waited.
 
-
-def _limit(memory_wait_s: float, lane_wait_s: float, held_peak: int, service: Service) -> str:
-    """The limit that was waited for more; empty when none was."""
+    Memory whose turn waits for a lane is short because lanes are: such a share of the wait for it is prefill's.
+    """
+    memory_wait_s = math.fsum(_within(t.asked_s, t.admitted_s, start_s, end_s) for t in turns)
+    lane_wait_s = math.fsum(_within(t.admitted_s, t.prefill_s, start_s, end_s) for t in turns)
     if max(memory_wait_s, lane_wait_s) <= 0:
         return ""
-    if lane_wait_s >= memory_wait_s:
+    held = math.fsum(t.pages * _within(t.admitted_s, t.end_s, start_s, end_s) for t in turns)
+    for_lanes = math.fsum(t.pages * _within(t.admitted_s, t.prefill_s, start_s, end_s) for t in turns)
+    share = for_lanes / held if held else 0.0
+    if lane_wait_s + share * memory_wait_s >= (1 - share) * memory_wait_s:
         return PREFILL
     return RUNNING if held_peak >= service.max_running else PAGES
+
+
+def _within(first_s: float, last_s: float, start_s: float, end_s: float) -> float:
+    """Seconds that two stretches of time have in common."""
+    return max(0.0, min(last_s, end_s) - max(first_s, start_s))
 
 
 def table(replayed: Replayed, service: Service, row_s: float) -> tuple[Row, ...]:
@@ -133,7 +142,7 @@ _COLUMNS = {
     "held": 6,
     "pages, peak": 18,
     "wait": 5,
-    "waits for": 13,
+    "binds": 13,
 }
 
 
@@ -151,23 +160,18 @@ def table_text(rows: Sequence[Row], service: Service) -> Iterator[str]:
 def _row(turns: Sequence[Served], service: Service, start_s: float, end_s: float) -> Row:
     asked = [turn for turn in turns if start_s <= turn.asked_s < end_s]
     seconds = end_s - start_s
-
-    def within(first_s: float, last_s: float) -> float:
-        return max(0.0, min(last_s, end_s) - max(first_s, start_s))
-
-    busy_s = math.fsum(within(turn.prefill_s, turn.decode_s) for turn in turns)
-    memory_wait_s = math.fsum(within(turn.asked_s, turn.admitted_s) for turn in turns)
-    lane_wait_s = math.fsum(within(turn.admitted_s, turn.prefill_s) for turn in turns)
+    busy_s = math.fsum(_within(turn.prefill_s, turn.decode_s, start_s, end_s) for turn in turns)
+    held_s = math.fsum(_within(turn.admitted_s, turn.end_s, start_s, end_s) for turn in turns)
     held_peak = peak([(turn.admitted_s, turn.end_s, 1) for turn in turns], start_s, end_s)
     return Row(
         start_s=start_s,
         computed_per_s=sum(turn.computed_tokens for turn in asked) / seconds,
         prompt_per_s=sum(turn.prompt_tokens for turn in asked) / seconds,
         prefill_busy=busy_s / (seconds * service.prefill_lanes),
-        held=math.fsum(within(turn.admitted_s, turn.end_s) for turn in turns) / seconds,
+        held=held_s / seconds,
         pages_peak=peak([(turn.admitted_s, turn.end_s, turn.pages) for turn in turns], start_s, end_s),
         waiting_peak=peak([(turn.asked_s, turn.prefill_s, 1) for turn in turns], start_s, end_s),
-        binds=_limit(memory_wait_s, lane_wait_s, held_peak, service),
+        binds=_binds(turns, service, held_peak, start_s, end_s),
     )
 
 

@@ -284,6 +284,24 @@ def k3_service(reuse: float, num_pages: int = 15_000) -> Service:
     return predicted_service(decode, prefill, room, Prompts(reuse, max_context=900_000))
 
 
+def test_memory_that_waits_for_a_lane_is_a_wait_for_lanes() -> None:
+    """One lane, a second a prompt, and room for two: by hand, pages are asked for in vain because the lane is slow."""
+    slow = replace(
+        ROOMY, num_pages=2, prefill_lanes=1, prefill_s=lambda *_: 1.0, decode_step_s=lambda *_: 0.001, max_context=64
+    )
+    sessions = tuple(Session(0.0, (Turn(50, 10, 0.0),)) for _ in range(4))
+    replayed = replay(sessions, slow)
+    # two are let in at 0 s; each that ends, at 1.01 s and 2.01 s, lets in another, which waits for the lane until 2 s
+    # and 3 s: for memory 1.01 + 2.01 = 3.02 s are waited in all, for the lane 1 + 0.99 + 0.99 = 2.98 s
+    assert sum(turn.admitted_s - turn.asked_s for turn in replayed.turns) == pytest.approx(3.02)
+    assert sum(turn.prefill_s - turn.admitted_s for turn in replayed.turns) == pytest.approx(2.98)
+    # of a page's time 2.98 s of 2.98 + 4 x 1.01 s = 42 % are for the lane: 2.98 + 0.42 x 3.02 > 0.58 x 3.02
+    assert summarise(replayed, slow).binds == "prefill lanes (1 in all)"
+    # answers of five seconds hold the pages themselves: let in at 0, 0, 6 and 7 s, lane free at once but for one
+    decoding = replace(slow, decode_step_s=lambda *_: 0.5)
+    assert summarise(replay(sessions, decoding), decoding).binds == "KV pages (2 in all)"
+
+
 def test_a_predicted_service_serves_as_its_predictions_say() -> None:
     service = k3_service(reuse=0.9)
     assert (service.num_pages, service.max_running, service.prefill_lanes) == (120_000, 256, 8)
