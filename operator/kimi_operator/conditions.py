@@ -295,11 +295,14 @@ def _capacity_available(look: Look) -> Finding:
 def _degraded(look: Look, available: Finding) -> Finding:
     if look.is_suspended:
         return Finding("False", Reason.SUSPENDED, "spec.suspend is true")
-    smaller = [one for one in find_drifts(look) if one.what is Measured.POOL and one.have < one.planned]
-    if smaller:
+    worse = [one for one in find_drifts(look) if one.is_worse]
+    if smaller := [one for one in worse if one.what is Measured.POOL]:
         return Finding("True", Reason.POOLS_DIFFER, "; ".join(map(str, smaller)))
     down = [one for one in look.decisions.values() if one.state is not GroupState.READY]
     if available.status == "True" and down:
         worst = _worst(look, down)
         return Finding("True", worst.reason if worst else Reason.PODS_NOT_READY, worst.message if worst else "")
+    if worse:
+        # All is served, but what was to stay free is in use: the largest step may find no memory.
+        return Finding("True", Reason.MEMORY_DIFFERS, "; ".join(map(str, worse)))
     return Finding("False", Reason.AS_DESIRED)

@@ -35,6 +35,12 @@ class Drift:
     planned: int
     whole: int
     """What the difference is a part of."""
+    more_is_worse: bool = False
+
+    @property
+    def is_worse(self) -> bool:
+        """Whether it leaves less than was planned."""
+        return self.have > self.planned if self.more_is_worse else self.have < self.planned
 
     def __str__(self) -> str:
         have, planned = f"{self.have}", f"{self.planned}"
@@ -67,8 +73,7 @@ def _figures(key: GroupKey, measured: MeasuredPools, plan: PlanStatus) -> Iterat
     ):
         yield Drift(key, Measured.POOL, label, have, planned, planned)
     if role.weights_bytes is not None and measured.weights_bytes:
-        yield Drift(
-            key, Measured.MEMORY, "of weights a GPU", measured.weights_bytes, role.weights_bytes, role.weights_bytes
-        )
+        have, planned = measured.weights_bytes, role.weights_bytes
+        yield Drift(key, Measured.MEMORY, "of weights a GPU", have, planned, planned, more_is_worse=True)
     if role.free_bytes is not None and plan.gpu_memory_bytes and measured.free_bytes is not None:
         yield Drift(key, Measured.MEMORY, "free on a GPU", measured.free_bytes, role.free_bytes, plan.gpu_memory_bytes)

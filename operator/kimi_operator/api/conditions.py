@@ -28,7 +28,7 @@ class ConditionType(StrEnum):
     SCALING_ACTIVE = "ScalingActive"
     """Whether something other than the spec sets the number of groups."""
     DEGRADED = "Degraded"
-    """The service answers with less than was asked for."""
+    """The service answers with less than was asked for, or GPUs have less memory to spare than was planned."""
     STALLED = "Stalled"
     """No progress will come without a change by a person."""
 
@@ -76,7 +76,8 @@ class Reason(StrEnum):
     HARDWARE_DIFFERS = "HardwareDiffers"
     """Pods run on nodes that are not what the profile describes: another chip, or parts of one."""
     MEMORY_DIFFERS = "MemoryDiffers"
-    """Weights or free memory of a GPU are not as planned, though the pools are: the profile should be mended."""
+    """Weights or free memory of a GPU are not as planned, though the pools are: the profile should be mended. Where
+    less is left than was planned, it is also the reason of Degraded."""
     POOLS_UNREAD = "PoolsUnread"
     NAME_CONFLICT = "NameConflict"
     APPLY_REFUSED = "ApplyRefused"

@@ -301,13 +301,15 @@ OFF = {
     "less free": (100.0, 5.9, "decode group 0: 5.9 GiB free on a GPU, planned 10.0 GiB (-2.1% of its 200.0 GiB)"),
     "more free": (100.0, 15.0, "decode group 0: 15.0 GiB free on a GPU, planned 10.0 GiB (+2.5% of its 200.0 GiB)"),
     "weights, within": (101.9, 10.0, ""),
-    "weights": (103.0, 10.0, "decode group 0: 103.0 GiB of weights a GPU, planned 100.0 GiB (+3.0%)"),
+    "more weights": (103.0, 10.0, "decode group 0: 103.0 GiB of weights a GPU, planned 100.0 GiB (+3.0%)"),
+    "fewer weights": (97.0, 10.0, "decode group 0: 97.0 GiB of weights a GPU, planned 100.0 GiB (-3.0%)"),
     "nobody can tell": (0.0, None, ""),
 }
 
 
-@pytest.mark.parametrize(("weights", "free", "words"), OFF.values(), ids=OFF.keys())
-def test_measured_memory_is_held_against_the_plan(weights: float, free: float | None, words: str) -> None:
+@pytest.mark.parametrize("case", OFF)
+def test_measured_memory_is_held_against_the_plan(case: str) -> None:
+    weights, free, words = OFF[case]
     pools = MeasuredPools(
         num_pages=1000, num_state_slots=34, max_num_seqs=32, weights_bytes=int(weights * GIB),
         free_bytes=None if free is None else int(free * GIB),
@@ -315,8 +317,27 @@ def test_measured_memory_is_held_against_the_plan(weights: float, free: float | 
     found = conditions(look(plan=WITH_MEMORY, measured={PREFILL: pools, DECODE: pools}))
     expected = ("True", "MemoryDiffers", words) if words else ("True", "PlanFits", "maxNumSeqs binds")
     assert found["PlanResolved"] == expected
-    assert found["Degraded"][0] == "False", "it serves what was asked for"
-    assert found["Ready"][0] == "True"
+    is_worse = case in {"less free", "more weights"}
+    assert found["Degraded"] == (("True", "MemoryDiffers", words) if is_worse else ("False", "AsDesired", ""))
+    assert found["Ready"][0] == "True", "it serves what was asked for"
+
+
+def test_a_group_that_is_down_is_told_before_memory_that_is_short() -> None:
+    second = GroupKey(Role.DECODE, 1)
+    groups = [*wanted(), GroupWanted(second, "k3", "owner", 2, "v1-a")]
+    seen = {PREFILL: group(PREFILL), DECODE: group(DECODE), second: group(second, {0: {"ready": False}})}
+    decisions = decide_groups(groups, seen, Scene(NODES, NOW_S), GroupPolicy(), paused=False)
+    pools = MeasuredPools(num_pages=1000, num_state_slots=34, max_num_seqs=32, weights_bytes=103 * GIB)
+    a_look = look(
+        wanted=groups,
+        decisions=decisions,
+        seen=Observed(seen, ROUTER, NODES),
+        plan=WITH_MEMORY,
+        measured={PREFILL: pools, DECODE: pools},
+    )
+    found = conditions(a_look)
+    assert found["PlanResolved"][1] == "MemoryDiffers"
+    assert "decode group 1" in found["Degraded"][2]
 
 
 def test_what_a_plan_warns_of_stands_beside_what_binds() -> None:
