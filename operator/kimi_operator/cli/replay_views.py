@@ -27,6 +27,8 @@ from kimi_operator.planner.units import bytes_text
 DEFAULT_ROWS = 10
 MOST_ROWS = 200
 LABEL_WIDTH = 16
+_TTFT = (lambda s: s.ttft_p50_s, lambda s: s.ttft_p95_s)
+_TPOT = (lambda s: s.tpot_p50_s, lambda s: s.tpot_p95_s)
 Flags = tuple[DeploymentFlags, SessionFlags, TableFlags]
 
 
@@ -60,6 +62,10 @@ def _lines(lines: Iterator[str]) -> str:
 def replay_text(outcome: Outcome) -> Iterator[str]:
     """For a terminal: what binds, then load over time and times by turn, then what is not in the figures."""
     yield from _head(outcome)
+    if not outcome.value.summary.turns:
+        yield "no turn is served"
+        return
+    yield from _summary(outcome)
     yield ""
     yield f"over time, a row for each {outcome.row_s:,g} s"
     yield from table_text(outcome.rows, outcome.service)
@@ -70,7 +76,7 @@ def replay_text(outcome: Outcome) -> Iterator[str]:
 
 
 def _head(outcome: Outcome) -> Iterator[str]:
-    plan, value, service = outcome.plan, outcome.value.summary, outcome.service
+    plan = outcome.plan
     layout = "; ".join(f"{role} {_layout(outcome, role)}" for role in Role)
     yield f"{plan.architecture} on {plan.profile}: {plan.gpus} GPUs, {layout}"
     yield outcome.asked.text
@@ -78,6 +84,10 @@ def _head(outcome: Outcome) -> Iterator[str]:
         yield f"assumed, since not stated: {', '.join(outcome.asked.assumed)}"
     yield "predicted, not measured; in brackets: the whole replay with all times at the low and at the high end"
     yield from (f"warning: {warning}" for warning in warnings(outcome))
+
+
+def _summary(outcome: Outcome) -> Iterator[str]:
+    value, service = outcome.value.summary, outcome.service
     waits = f"longest wait {value.memory_wait_s:,.1f} s for memory, {value.lane_wait_s:,.1f} s for a lane of prefill"
     yield _row("binds", f"{value.binds}; {waits}" if value.memory_wait_s or value.lane_wait_s else value.binds)
     yield _row("TTFT", _percentiles(*(outcome.banded(of, "ms") for of in _TTFT)))
@@ -91,10 +101,6 @@ def _head(outcome: Outcome) -> Iterator[str]:
     pages = f"{value.pages_peak:,} of {service.num_pages:,} KV pages ({_share(value.pages_peak, service.num_pages)})"
     yield _row("decode, at most", f"{pages}, {held}")
     yield from (_row(*cells) for cells in zip(("prefix cache", ""), _cache(outcome.cache, outcome.asked), strict=True))
-
-
-_TTFT = (lambda s: s.ttft_p50_s, lambda s: s.ttft_p95_s)
-_TPOT = (lambda s: s.tpot_p50_s, lambda s: s.tpot_p95_s)
 
 
 def _row(label: str, value: str) -> str:
@@ -134,8 +140,8 @@ def warnings(outcome: Outcome) -> Iterator[str]:
         )
     if reuse > cache.reuse and cache.returning_turns:
         yield (
-            f"reuse of {reuse:.0%} cannot be had: prefill's own pages keep {cache.reuse:.0%} of earlier contexts; "
-            f"lower --reuse, or cache prompts elsewhere"
+            f"reuse of {reuse:.1%} cannot be had: prefill's own pages keep {cache.reuse:.1%} of earlier contexts; "
+            "lower --reuse, or cache prompts elsewhere"
         )
 
 
@@ -201,9 +207,7 @@ def replay_document(outcome: Outcome) -> dict[str, Any]:
         "summary": dataclasses.asdict(outcome.value.summary),
         "summary_low": dataclasses.asdict(outcome.fast.summary),
         "summary_high": dataclasses.asdict(outcome.slow.summary),
-        "ttft": {name: _plain(outcome.banded(of, "ms")) for name, of in zip(("p50", "p95"), _TTFT, strict=True)},
-        "tpot": {name: _plain(outcome.banded(of, "ms")) for name, of in zip(("p50", "p95"), _TPOT, strict=True)},
-        "duration": _plain(outcome.banded(lambda s: s.duration_s, "s")),
+        **(_times(outcome) if outcome.value.summary.turns else dict.fromkeys(("ttft", "tpot", "duration"))),
         "row_s": outcome.row_s,
         "over_time": [dataclasses.asdict(row) for row in outcome.rows],
         "by_turn": [_turn_document(each) for each in outcome.turns],
@@ -211,6 +215,14 @@ def replay_document(outcome: Outcome) -> dict[str, Any]:
         "handoff": None if outcome.handoff is None else _plain(outcome.handoff),
         "calibrated_on": {"decode": outcome.decode_on, "prefill": outcome.prefill_on},
         "notes": list(notes(outcome)),
+    }
+
+
+def _times(outcome: Outcome) -> dict[str, Any]:
+    return {
+        "ttft": {name: _plain(outcome.banded(of, "ms")) for name, of in zip(("p50", "p95"), _TTFT, strict=True)},
+        "tpot": {name: _plain(outcome.banded(of, "ms")) for name, of in zip(("p50", "p95"), _TPOT, strict=True)},
+        "duration": _plain(outcome.banded(lambda s: s.duration_s, "s")),
     }
 
 

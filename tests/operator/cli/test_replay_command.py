@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 import yaml
+from kimi_operator.api.base import dump
 from kimi_operator.cli.figures import with_band
 from kimi_operator.planner.predict import Prediction
+from kimi_operator.profiles import built_in_profiles
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 MI300X = ("--chip", "mi300x", "--nodes", 4)
@@ -90,10 +92,17 @@ def test_an_example_by_hand(document: Document, trace: Trace) -> None:
     assert begun <= 100 * first["tpot_p95"]["value"] / 1e3 + 1e-9
 
 
-def test_one_turn_alone_is_what_plan_predicts(run: Run, document: Document, trace: Trace) -> None:
-    found = document(*MI300X, "--trace", trace(turn(new=20_000)))
+@pytest.mark.parametrize("chunk", [2048, 300])
+def test_one_turn_alone_is_what_plan_predicts(
+    run: Run, document: Document, trace: Trace, tmp_path: Path, chunk: int
+) -> None:
+    profile = dump(built_in_profiles()["mi300x"])
+    profile["spec"]["limits"]["prefillBatchedTokens"] = chunk
+    file = tmp_path / "own.yaml"
+    file.write_text(yaml.safe_dump(profile))
+    found = document("-f", file, *MI300X, "--trace", trace(turn(new=20_000)))
     work = ("--prompt-tokens", 20_000, "--output-tokens", 100, "--concurrency", 1)
-    speed = json.loads(run("plan", *MI300X, *work, "-o", "json")[1])["speed"]
+    speed = json.loads(run("plan", "-f", file, *MI300X, *work, "-o", "json")[1])["speed"]
     for mine, its in ((found["ttft"]["p50"], speed["prefill"]), (found["tpot"]["p50"], speed["tpot_alone"])):
         for end in ("value", "low", "high"):
             assert mine[end] == pytest.approx(its[end], rel=1e-3), end
@@ -244,6 +253,18 @@ def test_sessions_that_outgrow_the_longest_request_end_early_and_decide_the_exit
     assert (status, json.loads(out)["summary"]["cut_sessions"]) == (1, 3)
 
 
+def test_when_no_turn_is_served_there_are_no_times(run: Run) -> None:
+    """The first answers are longer than what is left of the longest request."""
+    flags = (*MI300X, "--max-model-len", 12_001, "--agents", 3, "--turns", 8, "--first-prompt-tokens", 12_000)
+    status, out, _ = run("replay", *flags)
+    assert (status, out.splitlines()[-1]) == (1, "no turn is served")
+    assert "TTFT" not in out
+    status, out, _ = run("replay", *flags, "-o", "json")
+    found = json.loads(out)
+    assert (status, found["summary"]["cut_sessions"]) == (1, 3)
+    assert (found["ttft"], found["duration"], found["over_time"], found["by_turn"]) == (None, None, [], [])
+
+
 def test_a_deployment_that_does_not_fit_exits_1_with_the_arithmetic(run: Run) -> None:
     flags = (*MI300X, "--tensor-parallel", 1)
     status, out, _ = run("replay", *flags)
@@ -259,7 +280,7 @@ def test_reuse_that_the_pool_cannot_keep_is_warned_of(document: Document) -> Non
     # 40 prompts of 150,000 tokens are 40 x 2,344 pages; all lanes of prefill together have 49,560
     assert cache["num_pages"] == 49_560
     assert cache["evicted_turns"] >= 40 - 49_560 // 2344
-    assert any(warning.startswith("reuse of 90% cannot be had") for warning in found["warnings"])
+    assert any(warning.startswith("reuse of 90.0% cannot be had") for warning in found["warnings"])
     assert not document(*MI300X, *flags)["warnings"]
 
 
