@@ -1,14 +1,17 @@
-"""`kimictl plan --check`: every published figure beside what the planner computes, row by row."""
+"""`kimictl plan --check`: every published figure beside what the planner computes, then every measured time."""
 
 from __future__ import annotations
 
-import json
 import sys
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+from kimi_operator.cli.document import dumped
+from kimi_operator.cli.held_out import HEAD, cells, summaries, time_document, times_text
+from kimi_operator.cli.markdown import table
 from kimi_operator.planner.figures import Checked, Kind, Value, Verdict, judge
+from kimi_operator.planner.fit import Residual, residuals
 from kimi_operator.planner.published import Given, compute
 from kimi_operator.profiles import architecture
 from kimi_operator.profiles.figures import published_figures
@@ -16,25 +19,32 @@ from kimi_operator.profiles.measurements import built_in_measurements
 
 ARCHITECTURE = "kimi-k3"
 NAME_WIDTH, VERDICT_WIDTH = 48, 22
-NUMBER_WIDTHS = (17, 17, 9)
+NUMBER_WIDTHS = (17, 17, 10)
+TITLES = ("published figure", "published", "computed", "tolerance", "verdict", "how")
 
 
 def check(output: str) -> int:
-    """Print the comparison as text or json; returns 1 when a row is missed or not computed."""
+    """Print the comparison as text, json, yaml or markdown; returns 1 when a row is missed or not computed."""
     measured = built_in_measurements()
     given = Given(architecture(ARCHITECTURE), measured.samples, {note.name: note.reason for note in measured.notes})
     rows = [judge(figure, compute(figure.path, given)) for figure in published_figures()]
-    sys.stdout.write(_json(rows) if output == "json" else "\n".join(_text(rows)) + "\n")
+    times = residuals(measured.samples)
+    if output in ("json", "yaml"):
+        sys.stdout.write(dumped(_document(rows, times), output))
+    else:
+        lines = _markdown(rows, times) if output == "markdown" else _text(rows, times)
+        sys.stdout.writelines(f"{line}\n" for line in lines)
     return 0 if all(row.is_right for row in rows) else 1
 
 
-def _json(rows: list[Checked]) -> str:
-    document = {
+def _document(rows: list[Checked], times: tuple[Residual, ...]) -> dict[str, Any]:
+    return {
         "architecture": ARCHITECTURE,
         "ok": all(row.is_right for row in rows),
         "rows": [_row_document(row) for row in rows],
+        "times": [time_document(residual) for residual in times],
+        "held_out": list(summaries(times)),
     }
-    return json.dumps(document, indent=2) + "\n"
 
 
 def _row_document(row: Checked) -> dict[str, Any]:
@@ -61,34 +71,56 @@ def deviation(row: Checked) -> float | None:
     return computed.value / published - 1
 
 
-def _text(rows: list[Checked]) -> Iterator[str]:
-    yield _columns("published figure", "published", "computed", "tolerance", "verdict", "how")
+def _text(rows: list[Checked], times: tuple[Residual, ...]) -> Iterator[str]:
+    yield _columns(*TITLES)
     section = ""
     for row in rows:
         if row.figure.section != section:
             section = row.figure.section
             yield section
-        yield _row_text(row)
+        name, *others = _cells(row)
+        yield _columns(f"  {name}", *others)
         if row.computed is not None and row.computed.reason:
             yield f"    why: {row.computed.reason}"
-    counts = Counter(row.verdict for row in rows)
     yield ""
-    yield f"{len(rows)} rows: " + ", ".join(f"{counts[verdict]} {verdict}" for verdict in Verdict if counts[verdict])
+    yield _count(rows)
+    yield ""
+    yield from times_text(times)
 
 
-def _row_text(row: Checked) -> str:
+def _markdown(rows: list[Checked], times: tuple[Residual, ...]) -> Iterator[str]:
+    yield f"# Published figures of {ARCHITECTURE}"
+    for section in dict.fromkeys(row.figure.section for row in rows):
+        yield f"\n## {section}\n"
+        yield from table((*TITLES, "why"), (_reasoned(row) for row in rows if row.figure.section == section))
+    yield f"\n{_count(rows)}"
+    yield "\n## Measured times, ms: fitted and held out\n"
+    yield from table(HEAD, map(cells, times))
+    yield ""
+    yield from (f"- {summary}" for summary in summaries(times))
+
+
+def _reasoned(row: Checked) -> tuple[str, ...]:
+    return (*_cells(row), "" if row.computed is None else row.computed.reason)
+
+
+def _count(rows: list[Checked]) -> str:
+    counts = Counter(row.verdict for row in rows)
+    return f"{len(rows)} rows: " + ", ".join(f"{counts[verdict]} {verdict}" for verdict in Verdict if counts[verdict])
+
+
+def _cells(row: Checked) -> tuple[str, ...]:
+    """As in `TITLES`."""
     figure, computed = row.figure, row.computed
-    tolerance = {
-        Kind.EXACT: "exact",
-        Kind.WITHIN: f"{100 * (figure.tolerance or 0):g} %",
-        Kind.NOTE: "none",
-    }[figure.kind]
+    tolerance = "none" if figure.kind is Kind.NOTE else str(figure.kind)
+    if figure.kind is Kind.WITHIN:
+        tolerance = f"{100 * (figure.tolerance or 0):g} %"
     verdict = str(row.verdict)
     off = deviation(row)
     if figure.kind is Kind.WITHIN and off is not None:
         verdict += f" {100 * off:+.2g} %"
     value, how = ("-", "") if computed is None else (_number(computed.value, figure.decimals), computed.how)
-    return _columns(f"  {figure.name}", _number(figure.published, figure.decimals), value, tolerance, verdict, how)
+    return figure.name, _number(figure.published, figure.decimals), value, tolerance, verdict, how
 
 
 def _number(value: Value, decimals: int) -> str:

@@ -21,7 +21,7 @@ def plan_markdown(outlook: Outlook, cost: Cost | None) -> Iterator[str]:
     yield f"**{verdict(outlook)}**"
     yield from (f"\n> warning: {cell(warning)}" for warning in plan.warnings)
     yield ""
-    yield from _table(("", *(f"{role}: {layout_text(outlook.role(role))}" for role in Role)), _limits(outlook))
+    yield from table(("", *(f"{role}: {layout_text(outlook.role(role))}" for role in Role)), _limits(outlook))
     if outlook.misses:
         yield "\n## Misses\n"
         yield from (f"- {cell(str(problem))}" for problem in outlook.misses)
@@ -29,12 +29,12 @@ def plan_markdown(outlook: Outlook, cost: Cost | None) -> Iterator[str]:
     yield from _predictions(outlook)
     if cost is not None:
         yield f"\n## Cost at {cost.per_gpu_hour:g} a GPU-hour, {cost.concurrency:,} at once\n"
-        yield from _table(("of", "cost"), ((label, price_text(price)) for label, price in rows(cost).items()))
+        yield from table(("of", "cost"), ((label, price_text(price)) for label, price in rows(cost).items()))
     for role in Role:
         each = outlook.role(role)
         yield f"\n## Memory of a {role} GPU\n"
         lines = ((line.label, f"{line.bytes:,}", bytes_text(line.bytes), line.how) for line in each.plan.lines)
-        yield from _table(("line", "bytes", "", "how"), lines)
+        yield from table(("line", "bytes", "", "how"), lines)
         yield f"\nWhat binds, if slots and pages are cut for the context, in {role}:\n"
         yield from (f"- {stretch}" for stretch in each.stretches)
 
@@ -43,8 +43,8 @@ def refusal_markdown(problems: tuple[Problem, ...]) -> Iterator[str]:
     """Why it does not fit."""
     yield "**does not fit**"
     yield ""
-    table = ((each.field, each.got, each.expected, each.remedy) for each in problems)
-    yield from _table(("field", "got", "expected", "remedy"), table)
+    rows = ((each.field, each.got, each.expected, each.remedy) for each in problems)
+    yield from table(("field", "got", "expected", "remedy"), rows)
 
 
 def _limits(outlook: Outlook) -> Iterator[tuple[str, ...]]:
@@ -70,7 +70,8 @@ def _predictions(outlook: Outlook) -> Iterator[str]:
     yield f"- prefill calibrated on: {cell(speed.prefill.calibrated_on)}"
 
 
-def _table(head: tuple[str, ...], body: Iterable[tuple[str, ...]]) -> Iterator[str]:
+def table(head: tuple[str, ...], body: Iterable[tuple[str, ...]]) -> Iterator[str]:
+    """A table of texts, none of which can end a cell."""
     yield f"| {' | '.join(map(cell, head))} |"
     yield "|" + "---|" * len(head)
     yield from (f"| {' | '.join(map(cell, row))} |" for row in body)

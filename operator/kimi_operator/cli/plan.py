@@ -10,7 +10,7 @@ from kimi_operator.cli.flags import DeploymentFlags, View, WorkloadFlags, refuse
 
 Output = Literal["text", "json", "yaml", "markdown", "html"]
 OUTPUTS: dict[str, tuple[Output, ...]] = {
-    "--check": ("text", "json"),
+    "--check": ("text", "json", "yaml", "markdown"),
     "--compare": ("text", "json", "yaml", "markdown"),
     "--what-if": ("text", "json", "yaml", "markdown"),
     "--search": ("text", "json", "yaml"),

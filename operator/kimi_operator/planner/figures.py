@@ -20,6 +20,10 @@ class Kind(StrEnum):
     """Equal as an integer or a text, or to the printed digit."""
     WITHIN = "within"
     """Inside a relative tolerance."""
+    CHOSEN = "chosen"
+    """Equal, with inputs that were not published and are chosen so that it is: shows what would explain the figure."""
+    DEFINITION = "definition"
+    """A sum that holds by what the figure means; nothing about hardware or model is computed."""
     NOTE = "note"
     """Known not to reconcile: shown, never fitted to."""
 
@@ -28,6 +32,8 @@ class Verdict(StrEnum):
     """What a comparison says."""
 
     MET = "met"
+    CHOSEN = "met, inputs chosen"
+    DEFINITION = "by definition"
     MISSED = "MISSED"
     NOTE = "known not to reconcile"
     NOT_COMPUTED = "not computed"
@@ -76,7 +82,15 @@ class Checked:
     @property
     def is_right(self) -> bool:
         """Whether nothing is wrong with the planner's side of the row."""
-        return self.verdict in (Verdict.MET, Verdict.NOTE)
+        return self.verdict not in (Verdict.MISSED, Verdict.NOT_COMPUTED)
+
+
+_MET = {
+    Kind.EXACT: Verdict.MET,
+    Kind.WITHIN: Verdict.MET,
+    Kind.CHOSEN: Verdict.CHOSEN,
+    Kind.DEFINITION: Verdict.DEFINITION,
+}
 
 
 def judge(figure: Figure, computed: Computed | None) -> Checked:
@@ -86,7 +100,7 @@ def judge(figure: Figure, computed: Computed | None) -> Checked:
     elif figure.kind is Kind.NOTE:
         verdict = Verdict.NOTE if computed.reason else Verdict.MISSED
     else:
-        verdict = Verdict.MET if _agrees(figure, computed.value) else Verdict.MISSED
+        verdict = _MET[figure.kind] if _agrees(figure, computed.value) else Verdict.MISSED
     return Checked(figure, computed, verdict)
 
 

@@ -98,7 +98,7 @@ def calibrate(setup: Setup, phase: type[DecodeLoad | PrefillLoad], samples: Iter
     """The nearest factor for a setup, with the held-out error of its kind. Raises ValueError without fitted points."""
     mine = tuple(sample for sample in samples if isinstance(sample.load, phase))
     nearness, chosen = _nearest(setup, [sample for sample in mine if sample.use is Use.FITTED])
-    error, count = _held_out_error(nearness, mine)
+    errors = _held_out_errors(nearness, mine)
     names = ", ".join(_name(sample) for sample in chosen)
     where = {
         Nearness.OWN: "",
@@ -106,11 +106,11 @@ def calibrate(setup: Setup, phase: type[DecodeLoad | PrefillLoad], samples: Iter
         Nearness.BORROWED: f", borrowed: nothing of {setup.engine.name} on {setup.chip.isa} was measured",
     }[nearness]
     factor = _factor(chosen)
-    held = f"{count} held-out points, worst {math.expm1(error):.1%} off" if count else "no held-out point"
+    band = f"{_held_text(errors)}, and refits over what is assumed"
     return Calibration(
         anchors=tuple(sample.anchor for sample in chosen),
-        error=error,
-        text=f"factor {factor:.3f} fitted on {names}{where}; band: {held}, and refits over what is assumed",
+        error=_worst(errors),
+        text=f"factor {factor:.3f} fitted on {names}{where}; band: {band}",
     )
 
 
@@ -135,8 +135,8 @@ def refit(measured: Sequence[Sample], before: Calibration, published: Sequence[S
     anchors = tuple(sample.anchor for sample in measured)
     left_out = tuple(_error(s, _factor([o for o in measured if o is not s])) for s in measured if len(measured) > 1)
     worst = max((abs(math.log1p(error)) for error in left_out), default=0.0)
-    published_error, _ = _held_out_error(Nearness.OWN, tuple(s for s in published if isinstance(s.load, phase)))
-    error = worst if len(measured) >= ENOUGH_POINTS else max(worst, published_error)
+    of_published = _held_out_errors(Nearness.OWN, tuple(s for s in published if isinstance(s.load, phase)))
+    error = worst if len(measured) >= ENOUGH_POINTS else max(worst, _worst(of_published))
     factor = _factor(measured)
     after = Calibration(anchors, error, f"factor {factor:.3f} fitted on {len(measured)} measured points")
     return Change(
@@ -205,8 +205,8 @@ def _nearest(setup: Setup, fitted: Sequence[Sample]) -> tuple[Nearness, list[Sam
     raise ValueError("no fitted point of this phase; measure one and mark it fitted")
 
 
-def _held_out_error(nearness: Nearness, samples: Sequence[Sample]) -> tuple[float, int]:
-    """Largest |log error| of the held-out points of this step and of nearer ones, and their number."""
+def _held_out_errors(nearness: Nearness, samples: Sequence[Sample]) -> list[float]:
+    """Errors (predicted over measured, less one) of the held-out points of this step and of nearer ones."""
     order = list(Nearness)
     fitted = [sample for sample in samples if sample.use is Use.FITTED]
     errors = []
@@ -217,7 +217,26 @@ def _held_out_error(nearness: Nearness, samples: Sequence[Sample]) -> tuple[floa
         elif sample.use is Use.FITTED and nearness is Nearness.BORROWED:
             others = [other for other in fitted if other.setup.chip.name != sample.setup.chip.name]
             errors += [_error(sample, _factor(others))] if others else []
-    return max((abs(math.log1p(error)) for error in errors), default=0.0), len(errors)
+    return errors
+
+
+def _worst(errors: Iterable[float]) -> float:
+    """The band that they make: the largest |log error|."""
+    return max((abs(math.log1p(error)) for error in errors), default=0.0)
+
+
+def _held_text(errors: Sequence[float]) -> str:
+    """How measured times lie about their predictions: which side they fall on matters as much as how far."""
+    if not errors:
+        return "no held-out point"
+    over = [1 / (1 + error) - 1 for error in errors]
+    least, most = min(over), max(over)
+    points = f"{len(errors)} held-out point" + ("s" if len(errors) > 1 else "")
+    if least > 0 or most < 0:
+        side, near, far = ("above", least, most) if least > 0 else ("below", -most, -least)
+        spread = f"{near:.1%} to {far:.1%}" if len(errors) > 1 else f"{far:.1%}"
+        return f"{points}, measured {spread} {side} what was predicted"
+    return f"{points}, measured from {-least:.1%} below to {most:.1%} above what was predicted"
 
 
 def _factor(samples: Sequence[Sample]) -> float:

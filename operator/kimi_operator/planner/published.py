@@ -11,17 +11,16 @@ from kimi_operator.api.profile import DType
 from kimi_operator.planner.architecture import Architecture
 from kimi_operator.planner.figures import Computed, Value
 from kimi_operator.planner.fit import Residual, Sample, calibrate, residuals
-from kimi_operator.planner.memory import ExpertFormat, GroupShape, row_bytes, slot_bytes, weight_lines
+from kimi_operator.planner.memory import ExpertFormat, row_bytes, slot_bytes, weight_lines
 from kimi_operator.planner.predict import decode_step_ms
+from kimi_operator.planner.published_settings import EP16_TP2, FP8, POOL_MI300X, POOL_MI325X, SETTINGS, PublishedSetting
 from kimi_operator.planner.roofline import DecodeLoad
 from kimi_operator.planner.tensors import Part, Placement, Stored, tensor_table, total_bytes
 from kimi_operator.planner.unified import UnifiedPool, block_layout
 
 GIB, MIB = 2**30, 2**20
-FP8, BF16 = 1, 2
+BF16 = 2
 """Bytes a number of the cached rows."""
-EP16_TP2 = GroupShape(nodes=2, gpus_per_node=8, tensor_parallel=2)
-"""A group of the published runs."""
 USABLE_GIB_PER_MI300X = 188
 """As the drafts of the published recipe count."""
 NEEDLES_AT_ONCE = (1, 8, 16, 32)
@@ -157,11 +156,14 @@ def _decode_rate(given: Given, like: str, concurrency: int) -> float:
     return 1e3 * concurrency / decode_step_ms(setup, load, calibrate(setup, DecodeLoad, given.samples)).value
 
 
+def _setting(setting: PublishedSetting) -> Computation:
+    return Computation(lambda g: setting.solution(g.architecture).max_num_seqs, lambda g: setting.how(g.architecture))
+
+
 def _reason(name: str) -> Callable[[Given], str]:
     return lambda given: given.reasons[name]
 
 
-_MI300X_POOL, _MI325X_POOL = 13_000_000_000, 40_000_000_000
 _ONE_MILLION = 1_000_000
 
 COMPUTATIONS: dict[str, Computation] = {
@@ -233,10 +235,10 @@ COMPUTATIONS: dict[str, Computation] = {
         lambda g: _pool(g, 0).layout.block_bytes, "5,760 tokens x 576 B x 24 layers of a group"
     ),
     "unified_block_pool_tp2_fp8.blocks_in_40e9": Computation(
-        lambda g: _pool(g, _MI325X_POOL).num_blocks, "40e9 B / 79,626,240 B"
+        lambda g: _pool(g, POOL_MI325X).num_blocks, "40e9 B / 79,626,240 B"
     ),
     "unified_block_pool_tp2_fp8.pool_tokens_40e9_max_len_1e6": Computation(
-        lambda g: _pool(g, _MI325X_POOL).num_tokens(_ONE_MILLION), "502 blocks / 177 a request x 1,000,000"
+        lambda g: _pool(g, POOL_MI325X).num_tokens(_ONE_MILLION), "502 blocks / 177 a request x 1,000,000"
     ),
     "unified_block_pool_tp2_fp8.pool_tokens_8e9_max_len_320000": Computation(
         lambda g: _pool(g, 8_000_000_000).num_tokens(320_000), "100 blocks / 59 a request x 320,000"
@@ -251,18 +253,19 @@ COMPUTATIONS: dict[str, Computation] = {
         _answered(20_000_000_000, SHORT_REQUEST_TOKENS), "251 blocks / (1 + 3) a request, x 8 lanes"
     ),
     "unified_block_pool_tp2_fp8.max_len_13e9": Computation(
-        lambda g: _pool(g, _MI300X_POOL).layout.longest(_pool(g, _MI300X_POOL).num_blocks),
+        lambda g: _pool(g, POOL_MI300X).layout.longest(_pool(g, POOL_MI300X).num_blocks),
         "(163 blocks - 3) x 5,760 tokens",
     ),
     "unified_block_pool_tp2_fp8.long_context_gap_mi325x_over_mi300x": Computation(
-        lambda g: _pool(g, _MI325X_POOL).num_blocks / _pool(g, _MI300X_POOL).num_blocks, "502 blocks / 163 blocks"
+        lambda g: _pool(g, POOL_MI325X).num_blocks / _pool(g, POOL_MI300X).num_blocks, "502 blocks / 163 blocks"
     ),
     "concurrency.mi300x_plateau_max_num_seqs_8": Computation(
-        _answered(_MI300X_POOL, SHORT_REQUEST_TOKENS, max_num_seqs=8), "8 running x 8 lanes; 40 would fit a lane"
+        _answered(POOL_MI300X, SHORT_REQUEST_TOKENS, max_num_seqs=8), "8 running x 8 lanes; 40 would fit a lane"
     ),
     "concurrency.mi325x_running_at_floor": Computation(
-        _answered(_MI325X_POOL, SHORT_REQUEST_TOKENS, max_num_seqs=64), "64 running x 8 lanes; 125 would fit a lane"
+        _answered(POOL_MI325X, SHORT_REQUEST_TOKENS, max_num_seqs=64), "64 running x 8 lanes; 125 would fit a lane"
     ),
+    **{f"settings.{name}": _setting(setting) for name, setting in SETTINGS.items()},
     "decode_tpot_ms.fit_mi325x_tp8_conc1": _decode_step("fit_mi325x_tp8_conc1"),
     "decode_tpot_ms.mi325x_tp8_conc16": _decode_step("mi325x_tp8_conc16"),
     "decode_tpot_ms.mi325x_2p2d_conc1": _decode_step("mi325x_2p2d_conc1"),

@@ -5,10 +5,16 @@ from __future__ import annotations
 import json
 
 import pytest
+import yaml
 from kimi_operator.cli import check as check_module
 from kimi_operator.cli import main
 from kimi_operator.planner.figures import Figure, Kind
+from kimi_operator.planner.fit import Use
+from kimi_operator.planner.roofline import PrefillLoad
 from kimi_operator.profiles.figures import published_figures
+from kimi_operator.profiles.measurements import built_in_measurements
+
+SAMPLES = built_in_measurements().samples
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -36,7 +42,8 @@ def test_every_row_is_shown_with_both_values_and_a_verdict(capsys: pytest.Captur
     ]
     note = out.splitlines()[out.splitlines().index(rows["mib_per_1024_token_request"]) + 1]
     assert note.startswith("    why: printed is 14,098 B x 1,024")
-    assert out.endswith(f"{len(published_figures())} rows: 47 met, 4 known not to reconcile\n")
+    counts = "46 met, 3 met, inputs chosen, 1 by definition, 4 known not to reconcile"
+    assert f"\n{len(published_figures())} rows: {counts}\n" in out
 
 
 def test_json_holds_the_same_rows(capsys: pytest.CaptureFixture[str]) -> None:
@@ -46,7 +53,77 @@ def test_json_holds_the_same_rows(capsys: pytest.CaptureFixture[str]) -> None:
     assert [f"{row['section']}.{row['name']}" for row in document["rows"]] == [f.path for f in published_figures()]
     caps = next(row for row in document["rows"] if row["name"] == "short_request_cap_mi300x_4e9_8_lanes")
     assert (caps["published"], caps["computed"], caps["verdict"], caps["deviation"]) == (96, 96, "met", 0.0)
-    assert {row["verdict"] for row in document["rows"]} == {"met", "known not to reconcile"}
+    verdicts = {row["name"]: row["verdict"] for row in document["rows"]}
+    assert set(verdicts.values()) == {"met", "met, inputs chosen", "by definition", "known not to reconcile"}
+    assert verdicts["needles"] == "by definition", "a sum cannot miss"
+
+
+def test_settings_of_the_report_say_which_inputs_were_chosen(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(capsys, "--check")
+    rows = {line.split()[0]: " ".join(line.split()[1:]) for line in out.splitlines() if "max_num_seqs_" in line}
+    for name, (seqs, fits, tokens, first) in {
+        "mi300x_max_num_seqs_13e9": (8, 8, "97,920", "40,321"),
+        "mi325x_max_num_seqs_40e9": (32, 33, "69,120", "51,841"),
+        "mi325x_max_num_seqs_40e9_at_floor": (64, 71, "23,040", "17,281"),
+    }.items():
+        binds = f"pages bind: {fits} requests of {tokens} tokens fit, a captured batch is {seqs}"
+        assert rows[name].startswith(f"{seqs} {seqs} chosen met, inputs chosen {binds}")
+        assert f"context chosen: {seqs} come out from {first} to {tokens} tokens" in rows[name]
+        assert "bytes of a graph chosen by hand: 1/200 of the " in rows[name]
+
+
+# Measured times
+
+
+def test_every_measured_time_is_shown_with_its_use_error_and_band(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(capsys, "--check")
+    table = out[out.index("measured time") :].splitlines()
+    rows = {line.split()[0]: line.split() for line in table if line.startswith("  ")}
+    assert set(rows) == {sample.name for sample in SAMPLES}
+    for sample in SAMPLES:
+        assert ("held" in rows[sample.name]) == (sample.use is Use.HELD_OUT)
+    assert rows["fit_mi325x_tp8_conc1"][1:6] == ["fitted", "29.03", "29.03", "+0.0", "%"]
+    assert rows["mi325x_50k"][1:4] == ["held", "out", "30,500"]
+    assert [name for name, row in rows.items() if row[-1] == "NO"] == ["mi325x_50k"]
+    assert {row[-1] for row in rows.values()} == {"yes", "NO"}
+
+
+def test_the_bias_of_prompts_and_the_band_that_does_not_hold_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(capsys, "--check")
+    decode, prefill = (next(x for x in out.splitlines() if x.startswith(f"{p}: ")) for p in ("decode", "prefill"))
+    assert decode.endswith("6 in their bands")
+    assert "10 held out" in prefill
+    assert prefill.endswith("% off (all predicted too short); 9 in their bands, not mi325x_50k")
+    assert "on mi325x 623 ms to 50,000, 396 ms to 100,000, 671 ms to 200,000" in out
+    assert "expect prompts to take longer than predicted" in out
+
+
+def test_a_prompt_of_mi325x_costs_less_a_token_on_the_way_to_the_fitted_one() -> None:
+    """Why no roofline meets its neighbours: a fixed part and work that grows faster than tokens go through neither."""
+    s = {
+        sample.load.new_tokens: sample.measured_s
+        for sample in SAMPLES
+        if sample.name.startswith("mi325x_") and isinstance(sample.load, PrefillLoad)
+    }
+    assert (s[50_000] - s[20_000]) / 30 > 1.5 * (s[100_000] - s[50_000]) / 50 < (s[200_000] - s[100_000]) / 100
+
+
+@pytest.mark.parametrize("output", ["json", "yaml", "markdown"])
+def test_all_forms_hold_the_measured_times(capsys: pytest.CaptureFixture[str], output: str) -> None:
+    status, out, _ = run(capsys, "--check", "-o", output)
+    assert status == 0
+    if output == "markdown":
+        assert r"| mi325x\_50k | held out | 30,500 |" in out
+        assert "all predicted too short" in out
+        return
+    document = json.loads(out) if output == "json" else yaml.safe_load(out)
+    times = {row["name"]: row for row in document["times"]}
+    assert set(times) == {sample.name for sample in SAMPLES}
+    far = times["mi325x_50k"]
+    assert (far["phase"], far["use"], far["measured_ms"], far["in_band"]) == ("prefill", "heldOut", 30_500.0, False)
+    assert far["error"] == pytest.approx(far["predicted_ms"] / 30_500 - 1)
+    assert far["low_ms"] < far["predicted_ms"] < far["high_ms"] < 30_500
+    assert any("all predicted too short" in text for text in document["held_out"])
 
 
 @pytest.mark.parametrize(

@@ -271,3 +271,21 @@ def test_every_built_in_chip_with_bandwidth_can_be_predicted() -> None:
         band = predict_ms(setup, DecodeLoad(8, 2000), calibration_for(setup, DecodeLoad, None))
         assert 0 < band.low < band.value < band.high, name
         assert "borrowed" in band.calibrated_on, "the bundled worker was measured nowhere"
+
+
+# What is said of held-out points
+
+
+@pytest.mark.parametrize(
+    ("factors", "said"),
+    [
+        ((), "band: no held-out point,"),
+        ((2.2,), "band: 1 held-out point, measured 10.0% above what was predicted,"),
+        ((2.2, 2.5), "band: 2 held-out points, measured 10.0% to 25.0% above what was predicted,"),
+        ((1.8, 1.0), "band: 2 held-out points, measured 10.0% to 50.0% below what was predicted,"),
+        ((1.8, 2.5), "band: 2 held-out points, measured from 10.0% below to 25.0% above what was predicted,"),
+    ],
+)
+def test_a_calibration_says_to_which_side_held_out_points_fell(factors: tuple[float, ...], said: str) -> None:
+    held = [sample(SETUP, 64, factor, Use.HELD_OUT) for factor in factors]
+    assert said in calibrate(SETUP, DecodeLoad, [sample(SETUP, 8, 2.0), *held]).text

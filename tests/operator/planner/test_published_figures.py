@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from kimi_operator.errors import InvalidSpec
+from kimi_operator.planner import published_settings
+from kimi_operator.planner.case import Limit
 from kimi_operator.planner.figures import Computed, Figure, Kind, Verdict, judge, read_figures
 from kimi_operator.planner.fit import Use
 from kimi_operator.planner.published import COMPUTATIONS, Given, compute
+from kimi_operator.planner.published_settings import SETTINGS
 from kimi_operator.planner.roofline import DecodeLoad
 from kimi_operator.profiles import architecture
 from kimi_operator.profiles.figures import published_figures
@@ -30,6 +34,24 @@ def test_published_figure_is_met(figure: Figure) -> None:
 
 def test_every_computation_has_its_row() -> None:
     assert set(COMPUTATIONS) == {figure.path for figure in FIGURES}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_setting_comes_out_for_its_contexts_and_no_others(name: str) -> None:
+    setting, a = SETTINGS[name], GIVEN.architecture
+    first, last = setting.contexts(a)
+    assert last == setting.tokens, "the longest is the one that is chosen"
+    found = [replace(setting, tokens=tokens).solution(a).max_num_seqs for tokens in (first - 1, first, last, last + 1)]
+    assert found[0] > setting.max_num_seqs > found[3]
+    assert found[1:3] == [setting.max_num_seqs] * 2
+
+
+@pytest.mark.parametrize("graphs", [25, 50, 1000])
+def test_the_bytes_of_a_graph_that_are_chosen_do_not_decide(monkeypatch: pytest.MonkeyPatch, graphs: int) -> None:
+    monkeypatch.setattr(published_settings, "GRAPHS_IN_REST", graphs)
+    solutions = {setting.max_num_seqs: setting.solution(GIVEN.architecture) for setting in SETTINGS.values()}
+    assert all(solution.max_num_seqs == seqs for seqs, solution in solutions.items())
+    assert {solution.binds for solution in solutions.values()} == {Limit.PAGES}
 
 
 def test_measured_points_are_the_published_ones_and_only_rows_that_say_so_are_fitted() -> None:
@@ -60,6 +82,10 @@ def figure(published: float | str, kind: Kind, tolerance: float | None = None) -
         (figure(100.0, Kind.WITHIN, 0.01), 101.1, Verdict.MISSED),
         (figure(100.0, Kind.WITHIN, 0.01), 98.9, Verdict.MISSED),
         (figure(100, Kind.NOTE), 7, Verdict.MISSED),
+        (figure(8, Kind.CHOSEN), 8, Verdict.CHOSEN),
+        (figure(8, Kind.CHOSEN), 9, Verdict.MISSED),
+        (figure("57/57", Kind.DEFINITION), "57/57", Verdict.DEFINITION),
+        (figure("57/57", Kind.DEFINITION), "56/57", Verdict.MISSED),
     ],
 )
 def test_verdict(row: Figure, computed: float | str, verdict: Verdict) -> None:

@@ -1,0 +1,118 @@
+"""Measured times beside what is predicted for them: which were fitted, which were held out, and which bands hold."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from kimi_operator.planner.fit import Residual, Sample, Use
+from kimi_operator.planner.roofline import DecodeLoad, PrefillLoad
+
+HEAD = ("measured time", "use", "measured", "predicted", "error", "band", "in band")
+PHASES: dict[str, type[DecodeLoad | PrefillLoad]] = {"decode": DecodeLoad, "prefill": PrefillLoad}
+USES = {Use.FITTED: "fitted", Use.HELD_OUT: "held out"}
+WIDTHS = (26, 9, 12, 12, 9, 22, 7)
+
+BANDS = (
+    "A fitted time is met by its own factor. A held-out one has no part in its factor nor in its band, which is as "
+    "wide as the worst of the other held-out times, or the refits: so the worst of all may lie outside. The bands of "
+    "plans count every held-out time."
+)
+PROMPTS = (
+    "What a token adds only grows with a prompt's length. Where it falls, as to the fitted 100,000 tokens on MI325X, "
+    "no sum of a fixed part, products and attention meets both neighbours: the fitted time is quick for its chip, and "
+    "the factor with it. The times are whole answers of lengths that were not recorded; each token of an answer adds a "
+    "decode step, which is in no prediction. Handoff adds under 0.2 %; launches are counted. So expect prompts to take "
+    "longer than predicted."
+)
+
+
+def cells(residual: Residual) -> tuple[str, ...]:
+    """One row, as in `HEAD`; times in ms."""
+    sample, predicted = residual.sample, residual.predicted
+    return (
+        sample.name,
+        USES[sample.use],
+        _ms(sample.measured_s * 1e3),
+        _ms(predicted.value),
+        f"{100 * residual.error:+.1f} %",
+        f"{_ms(predicted.low)} to {_ms(predicted.high)}",
+        "yes" if residual.is_in_band else "NO",
+    )
+
+
+def _ms(value: float) -> str:
+    """To the digit that was printed of measured steps."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.2f}"
+
+
+def summaries(found: Iterable[Residual]) -> Iterator[str]:
+    """How far predictions of held-out times are off, to which side, and which bands do not hold."""
+    found = tuple(found)
+    for name, phase in PHASES.items():
+        held = [r for r in found if r.sample.use is Use.HELD_OUT and isinstance(r.sample.load, phase)]
+        if held:
+            yield _summary(name, held)
+    yield BANDS
+    if rises := tuple(_rises([r.sample for r in found])):
+        yield f"Prompts: {'; '.join(rises)}. {PROMPTS}"
+
+
+def _summary(name: str, held: Sequence[Residual]) -> str:
+    errors = [r.error for r in held]
+    side = " (all predicted too short)" if max(errors) < 0 else " (all predicted too long)" if min(errors) > 0 else ""
+    outside = [r.sample.name for r in held if not r.is_in_band]
+    bands = f"{len(held) - len(outside)} in their bands" + (f", not {', '.join(outside)}" if outside else "")
+    return f"{name}: {len(held)} held out, {100 * min(errors):+.1f} % to {100 * max(errors):+.1f} % off{side}; {bands}"
+
+
+def _rises(samples: Sequence[Sample]) -> Iterator[str]:
+    """What 1,000 prompt tokens more took, between neighbours of one chip."""
+    lengths: dict[str, dict[int, float]] = {}
+    for sample in samples:
+        if isinstance(sample.load, PrefillLoad):
+            lengths.setdefault(sample.setup.chip.name, {})[sample.load.new_tokens] = sample.measured_s
+    for chip, times in lengths.items():
+        pairs = itertools.pairwise(sorted(times.items()))
+        steps = [f"{1e6 * (b - a) / (n - m):,.0f} ms to {n:,}" for (m, a), (n, b) in pairs]
+        if steps:
+            yield f"1,000 tokens more took on {chip} {', '.join(steps)}"
+
+
+def times_text(found: Sequence[Residual]) -> Iterator[str]:
+    """For a terminal."""
+    yield _columns(HEAD)
+    for name, phase in PHASES.items():
+        yield f"{name}, ms"
+        rows = (cells(r) for r in found if isinstance(r.sample.load, phase))
+        yield from (_columns((f"  {first}", *others)) for first, *others in rows)
+    yield from summaries(found)
+
+
+def _columns(row: Sequence[str]) -> str:
+    """Name and use to the left, numbers to the right."""
+    aligned = (
+        f"{cell:{'<' if i < 2 else '>'}{width}}" for i, (cell, width) in enumerate(zip(row, WIDTHS, strict=True))
+    )
+    return " ".join(aligned).rstrip()
+
+
+def time_document(residual: Residual) -> dict[str, Any]:
+    """One row for scripts; times in ms."""
+    sample, predicted = residual.sample, residual.predicted
+    return {
+        "name": sample.name,
+        "phase": next(name for name, phase in PHASES.items() if isinstance(sample.load, phase)),
+        "chip": sample.setup.chip.name,
+        "engine": sample.setup.engine.name,
+        "use": sample.use.value,
+        "measured_ms": sample.measured_s * 1e3,
+        "predicted_ms": predicted.value,
+        "error": residual.error,
+        "low_ms": predicted.low,
+        "high_ms": predicted.high,
+        "in_band": residual.is_in_band,
+        "calibrated_on": predicted.calibrated_on,
+        "source": sample.source,
+    }
