@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -34,6 +35,10 @@ from kimi_operator.profiles.measurements import (
 
 Output = Literal["text", "json", "yaml"]
 PHASES: dict[str, type[DecodeLoad | PrefillLoad]] = {"decode": DecodeLoad, "prefill": PrefillLoad}
+MOST_BETWEEN_REPEATS = 1.5
+"""Slowest over fastest time of one load. Runs in a row lie within some percent; a unit or a setup apart is far more."""
+MOST_BETWEEN_POINTS = 2.0
+"""A point over what the others predict for it, from which on the user is told that one factor fits them badly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +103,7 @@ def calibrate(  # noqa: PLR0913 - the options of a command
         how = f"for the profile; save it with -o yaml, then {apply}:"
         text = [] if output == "yaml" else [*_text(done), "", how]
         sys.stdout.write("".join(f"{line}\n" for line in text) + yaml.safe_dump(fragment, sort_keys=False, width=120))
-    if read.architecture != MODEL:
-        sys.stderr.write(f"kimictl: measured with {read.architecture}; its factor says little about {MODEL}\n")
+    sys.stderr.write("".join(f"kimictl: {warning}\n" for warning in _warnings(done)))
     return 0
 
 
@@ -134,7 +138,9 @@ def _calibrate(results: Results, profiles: Mapping[str, HardwareProfile], where:
         split=Split[results.layout.split.name],
         graphs=results.graphs,
     )
-    samples = {name: found for name, found in _samples(results, setup).items() if found}
+    samples = {
+        name: _one_a_load(found, f"{where}: {name}") for name, found in _samples(results, setup).items() if found
+    }
     changes = {}
     for name, measured in samples.items():
         own = profile.spec.calibration
@@ -163,6 +169,42 @@ def _samples(results: Results, setup: Setup) -> dict[str, list[Sample]]:
         for p in results.prefill
     ]
     return {"decode": decode, "prefill": prefill}
+
+
+def _one_a_load(samples: list[Sample], field: str) -> list[Sample]:
+    """Repeats of a load as one point, at their geometric mean: counted each, they would narrow the band.
+
+    Raises InvalidSpec when they contradict each other.
+    """
+    repeats: dict[DecodeLoad | PrefillLoad, list[Sample]] = {}
+    for sample in samples:
+        repeats.setdefault(sample.load, []).append(sample)
+    merged = []
+    for same in repeats.values():
+        times_s = [sample.measured_s for sample in same]
+        if max(times_s) > MOST_BETWEEN_REPEATS * min(times_s):
+            got = f"{1e3 * min(times_s):.4g} and {1e3 * max(times_s):.4g} ms for {same[0].name}"
+            expected = f"times of one load within a factor of {MOST_BETWEEN_REPEATS:g}"
+            raise _refuse(field, got, expected, "leave out the disturbed run, or check units, layout and groups")
+        name = same[0].name if len(same) == 1 else f"{same[0].name}, {len(same)} times"
+        merged.append(replace(same[0], name=name, measured_s=statistics.geometric_mean(times_s)))
+    return merged
+
+
+def _warnings(done: Calibrated) -> Iterator[str]:
+    """What the user should know before the fragment is applied."""
+    given = {"decode": len(done.results.decode), "prefill": len(done.results.prefill)}
+    for name, samples in done.samples.items():
+        if given[name] > len(samples):
+            yield f"{name}: {given[name]} points of {len(samples)} loads; repeats count as one, at their geometric mean"
+        far = max((abs(math.log1p(error)) for error in done.changes[name].errors_left_out), default=0.0)
+        if far > math.log(MOST_BETWEEN_POINTS):
+            yield (
+                f"{name}: the points contradict each other: one is {math.exp(far):,.1f} times off what the others say; "
+                "check units, layout, groups and engine of each before you apply this"
+            )
+    if done.results.architecture != MODEL:
+        yield f"measured with {done.results.architecture}; its factor says little about {MODEL}"
 
 
 def _fragment(done: Calibrated) -> dict[str, Any]:

@@ -88,6 +88,47 @@ def test_json_holds_everything_the_text_says(tmp_path: Path, capsys: pytest.Capt
     assert found["fragment"]["spec"]["calibration"]["prefillFactor"] > 1
 
 
+def at_8_x_8192(*times_ms: float) -> dict[str, Any]:
+    points = [{"concurrency": 8, "contextTokens": 8192, "tpotMs": time_ms} for time_ms in times_ms]
+    return by_hand() | {"decode": points}
+
+
+@pytest.mark.parametrize("times_ms", [(80.0, 8000.0), (80.0, 121.0), (100.0, 80.0, 8000.0, 90.0)])
+def test_times_of_one_load_that_contradict_each_other_are_refused(tmp_path: Path, times_ms: tuple[float, ...]) -> None:
+    words = rf"run\.yaml: decode: got 80 and {max(times_ms):.4g} ms for 8 requests at 8,192 tokens, .* a factor of 1\.5"
+    with pytest.raises(InvalidSpec, match=words):
+        calibrate(written(tmp_path, at_8_x_8192(*times_ms)))
+    prefill = [{"promptTokens": 50_000, "seconds": time_ms} for time_ms in times_ms]
+    with pytest.raises(InvalidSpec, match=r"run\.yaml: prefill: got .* ms for 50,000 tokens"):
+        calibrate(written(tmp_path, by_hand() | {"prefill": prefill}))
+
+
+def test_a_load_that_groups_share_is_one_load(tmp_path: Path) -> None:
+    points = [{"concurrency": c, "contextTokens": 8192, "tpotMs": t} for c, t in ((15, 80.0), (16, 8000.0))]
+    with pytest.raises(InvalidSpec, match="got 80 and 8000 ms"):
+        calibrate(written(tmp_path, by_hand() | {"decode": points, "groups": 2}))
+
+
+def test_repeats_count_as_one_point_and_narrow_no_band(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    once = fragment(capsys, written(tmp_path, at_8_x_8192(100.0)))["spec"]["calibration"]
+    for times_ms in ((100.0,) * 2, (100.0,) * 5, (90.0, 1000.0 / 9)):
+        assert calibrate(written(tmp_path, at_8_x_8192(*times_ms)), output="yaml") == 0
+        printed = capsys.readouterr()
+        assert yaml.safe_load(printed.out)["spec"]["calibration"] == once
+        assert f"decode: {len(times_ms)} points of 1 loads; repeats count as one" in printed.err
+
+
+def test_unlike_points_that_no_factor_fits_are_told_on_stderr(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nearly = at_8_x_8192(80.0, 8000.0)
+    nearly["decode"][1]["contextTokens"] = 8193
+    assert calibrate(written(tmp_path, nearly), output="yaml") == 0
+    assert "decode: the points contradict each other: one is 100.0 times off" in capsys.readouterr().err
+    assert calibrate(written(tmp_path, by_hand())) == 0
+    assert not capsys.readouterr().err
+
+
 def needle_run(factor: float = 2.0) -> Run:
     """As the command makes it: 1 and 8 at once, answers of 20 tokens."""
     levels = []
