@@ -18,7 +18,7 @@ from kimi_operator.api.profile import HardwareProfile
 from kimi_operator.cli.files import STANDARD_INPUT, profiles_in, read_objects
 from kimi_operator.errors import ClusterUnavailable, InvalidSpec, Problem
 from kimi_operator.planner.units import bytes_text
-from kimi_operator.profiles.detect import Refused, match_labels
+from kimi_operator.profiles.detect import Refused, drafted_by, match_labels
 from kimi_operator.profiles.draft import BYTE_FIELDS, draft, read_node
 from kimi_operator.profiles.support import support_warning, worker_support
 
@@ -90,7 +90,10 @@ def from_node(
     facts, profiles = read_node(_node(node)), _profiles(file)
     text = draft(facts, profiles, name)
     found = match_labels(facts.labels, profiles)
-    notes = [str(found)] if isinstance(found, Refused) else [f"profile {found.profile} matches", *found.notes]
+    if isinstance(found, Refused):
+        notes = [str(found).replace(drafted_by(facts.labels.node), "the draft on standard output is one")]
+    else:
+        notes = [f"profile {found.profile} matches", *found.notes]
     sys.stderr.write("".join(f"kimictl: {note}\n" for note in notes))
     sys.stdout.write(text)
 

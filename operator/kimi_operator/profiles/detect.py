@@ -30,6 +30,12 @@ CHIPS_WITHOUT_PROFILE = {"74a0": "MI300A", "75a8": "MI350P", "75b8": "MI350P"}
 MOST_DIES = 64
 """Compute dies of a card at most, as the API has it; labels that count more count something else."""
 GIB = 2**30
+MOST_MEMORY = 2**60
+"""Bytes of a GPU at most, as the API has it."""
+MOST_DIGITS = 8
+"""Of a count in a label or capacity: beyond, it counts nothing that a node has."""
+MOST_SHOWN = 80
+"""Characters of a wrong value in a message. The API server bounds labels; a file may hold anything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,7 +316,7 @@ def beyond_card(seen: GpuLabels, share: Share) -> Problem | None:
 
 def _part_of_card(seen: GpuLabels, share: Share | None) -> Problem | None:
     partition = seen.partition or PartitionSpec()
-    own = f"write a profile for such GPUs: `kimictl profile from-node {seen.node}` drafts it"
+    own = f"write a profile for such GPUs: {drafted_by(seen.node)}"
     if share is not None and share.is_virtual and not share.is_whole:
         label = "vram" if share.memory + GIB <= share.card.memory else "cu-count"
         got = f"{seen.device_id}: {share}"
@@ -344,7 +350,7 @@ def _other_memory(seen: GpuLabels, candidates: Mapping[str, HardwareProfile]) ->
         known = [f"{spec.gpu.compute_units} ({name})" for name, spec in specs.items()]
     return Problem(
         seen.where(label), got, f"with device id {seen.device_id}: {', '.join(known)}",
-        f"check the card, or write a profile for it: `kimictl profile from-node {seen.node}` drafts it",
+        f"check the card, or write a profile for it: {drafted_by(seen.node)}",
     )  # fmt: skip
 
 
@@ -379,7 +385,7 @@ def _unknown_chip(seen: GpuLabels) -> Problem:
     return Problem(
         seen.where("device-id"), f"{seen.device_id} ({name})" if name else seen.device_id,
         "a device id in match.deviceIds of a HardwareProfile",
-        f"write a profile for it: `kimictl profile from-node {seen.node}` drafts it, and marks what was not measured",
+        f"write a profile for it: {drafted_by(seen.node)}, and marks what was not measured",
     )  # fmt: skip
 
 
@@ -423,7 +429,7 @@ def _gib(node: str, text: str) -> int:
         amount = parse_bytes(text.removesuffix("i") + "i")
     except ValueError:
         amount = 0
-    if amount < GIB:
+    if not GIB <= amount <= MOST_MEMORY:
         raise _nonsense(node, "vram", text, "whole GiB such as 192G")
     return amount
 
@@ -431,7 +437,7 @@ def _gib(node: str, text: str) -> int:
 def _count(node: str, text: str | None) -> int | None:
     if text is None:
         return None
-    if not text.isascii() or not text.isdigit() or not 0 < int(text) <= 4096:
+    if not text.isascii() or not text.isdigit() or len(text) > MOST_DIGITS or not 0 < int(text) <= 4096:
         raise _nonsense(node, "cu-count", text, "a number of compute units such as 304")
     return int(text)
 
@@ -450,4 +456,19 @@ def _partition(node: str, text: str | None) -> PartitionSpec | None:
 
 def _nonsense(node: str, name: str, got: str, expected: str) -> InvalidSpec:
     remedy = "correct the label, or restart AMD's node labeller on the node"
-    return InvalidSpec((Problem(f"label amd.com/gpu.{name} of node {node}", repr(got), expected, remedy),))
+    return InvalidSpec((Problem(f"label amd.com/gpu.{name} of node {node}", shown(got), expected, remedy),))
+
+
+def drafted_by(node: str) -> str:
+    """What a remedy says of a profile that nobody has written yet."""
+    return f"`kimictl profile from-node {node}` drafts it"
+
+
+def shown(value: object, *, quoted: bool = True) -> str:
+    """A wrong value in a message, cut."""
+    try:
+        text = repr(value) if quoted else str(value)
+    except ValueError:
+        # Of thousands of digits, which YAML can say in hexadecimal, Python writes no decimal number.
+        text = "a number of thousands of digits"
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."

@@ -14,7 +14,17 @@ from kimi_operator.api.base import dump
 from kimi_operator.api.contradictions import SLOWEST_MEMORY
 from kimi_operator.api.profile import Basis, HardwareProfile, HardwareProfileSpec, PartitionSpec
 from kimi_operator.errors import InvalidSpec, Problem
-from kimi_operator.profiles.detect import GpuLabels, Share, beyond_card, candidates_of, read_labels, share_of, stale
+from kimi_operator.profiles.detect import (
+    MOST_DIGITS,
+    GpuLabels,
+    Share,
+    beyond_card,
+    candidates_of,
+    read_labels,
+    share_of,
+    shown,
+    stale,
+)
 
 RESOURCE = "amd.com/gpu"
 KEPT_OF_A_PART = frozenset({"runtime", "fabric", "pod", "limits", "timeouts", "worker"})
@@ -33,6 +43,9 @@ NAME = re.compile(r"[a-z0-9]([-.a-z0-9]{0,251}[a-z0-9])?")
 DEVICE_ID = re.compile(r"[0-9a-f]{4}")
 BYTE_FIELDS = frozenset({"vram", "memory", "sharedMemory", "symmetricHeap", "contexts", "activations", "graphs"})
 BYTE_FIELDS |= {"staging", "margin"}
+MOST_GPUS = 64
+"""GPUs of a node at most, as the API has it."""
+CHECK_PLUGIN = "check that AMD's device plugin runs on the node"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,40 +59,53 @@ class NodeFacts:
 
 def read_node(document: Mapping[str, Any]) -> NodeFacts:
     """Read a Node of the Kubernetes API. Raises InvalidSpec that names label or field."""
-    metadata, status = document.get("metadata"), document.get("status", {})
-    if document.get("kind") != "Node" or not isinstance(metadata, Mapping) or not isinstance(status, Mapping):
-        raise InvalidSpec(
-            (Problem("kind", repr(document.get("kind")), "a Node", "save `kubectl get node NODE -o json`"),)
-        )
+    if document.get("kind") != "Node":
+        kind = shown(document.get("kind"))
+        raise InvalidSpec((Problem("kind", kind, "a Node", "save `kubectl get node NODE -o json`"),))
+    metadata = _table("metadata", document.get("metadata", {}))
     name = str(metadata.get("name", ""))
     _check_name("metadata.name", name)
     labels = read_labels(name, _texts("metadata.labels", metadata.get("labels")))
-    capacity = _texts("status.capacity", status.get("capacity"))
+    capacity = _texts("status.capacity", _table("status", document.get("status", {})).get("capacity"))
     # With resource_naming_strategy mixed the device plugin names the resource after the partition.
     named = [RESOURCE, f"amd.com/{labels.partition or PartitionSpec()}"]
     for resource in named:
-        if (amount := capacity.get(resource, "0")).isdecimal() and int(amount) > 0:
-            return NodeFacts(labels, resource, int(amount))
+        if (amount := capacity.get(resource, "0")) != "0":
+            return NodeFacts(labels, resource, _count(f"status.capacity.{resource} of node {name}", amount))
     problem = Problem(
-        f"status.capacity of node {name}", ", ".join(sorted(map(str, capacity))) or "nothing",
-        f"a number of {' or '.join(named)}", "check that AMD's device plugin runs on the node",
+        f"status.capacity of node {name}", shown(", ".join(sorted(capacity)), quoted=False) or "nothing",
+        f"a number of {' or '.join(named)}", CHECK_PLUGIN,
     )  # fmt: skip
     raise InvalidSpec((problem,))
+
+
+def _count(field: str, text: str) -> int:
+    """GPUs of a node, as many as a profile may have."""
+    if text.isascii() and text.isdigit() and len(text) <= MOST_DIGITS and 0 < int(text) <= MOST_GPUS:
+        return int(text)
+    raise InvalidSpec((Problem(field, shown(text), f"a number of GPUs from 1 to {MOST_GPUS}", CHECK_PLUGIN),))
 
 
 def _check_name(field: str, name: str) -> None:
     if not NAME.fullmatch(name):
         expected = "a name of lower-case letters, digits, dots and hyphens"
-        raise InvalidSpec((Problem(field, repr(name), expected, "correct it"),))
+        raise InvalidSpec((Problem(field, shown(name), expected, "correct it"),))
+
+
+def _table(field: str, value: object) -> Mapping[Any, Any]:
+    if not isinstance(value, Mapping):
+        raise InvalidSpec((Problem(field, shown(value), "a table of names and values", "save the node anew"),))
+    return value
 
 
 def _texts(field: str, value: object) -> dict[str, str]:
     """A table of texts, as labels and capacities are; numbers that lost their quotes are texts again."""
-    if value is None:
-        return {}
-    if not isinstance(value, Mapping):
-        raise InvalidSpec((Problem(field, repr(value), "a table of names and texts", "save the node anew"),))
-    return {str(key): str(text) for key, text in value.items()}
+    texts = {}
+    for key, text in _table(field, {} if value is None else value).items():
+        if isinstance(text, list | Mapping):
+            raise InvalidSpec((Problem(f"{field}.{key}", shown(text), "a text", "save the node anew"),))
+        texts[shown(key, quoted=False)] = text if isinstance(text, str) else shown(text, quoted=False)
+    return texts
 
 
 def draft(facts: NodeFacts, profiles: Mapping[str, HardwareProfile], name: str | None = None) -> str:

@@ -226,17 +226,72 @@ def test_yaml_lists_and_standard_input_are_read(run: Run, tmp_path: Path, monkey
         (node(WHOLE, 8, "nvidia.com/gpu"), "check that AMD's device plugin runs"),
         (node(WHOLE, name="Bad Name"), "metadata.name: got 'Bad Name'"),
         ({"kind": "Pod", "metadata": {"name": "p"}}, "kind: got 'Pod', expected a Node"),
-        ({"kind": "Node"}, "expected a Node"),
+        ({"kind": "Node"}, "metadata.name: got ''"),
         ({"kind": "List", "items": []}, "got 0 documents, expected one Node"),
         ({"kind": "List", "items": [node(WHOLE), node(CPX)]}, "got 2 documents"),
         ({"kind": "List", "items": 3}, "kind: got 'List', expected a Node"),
         ({"kind": "Node", "metadata": {"name": "n", "labels": []}, "status": {}}, "metadata.labels: got []"),
+        ({"kind": "Node", "metadata": [WHOLE]}, "metadata: got [{'amd.com/gpu.device-id': '74a1',"),
+        ({"kind": "Node", "metadata": "gpu-1"}, "metadata: got 'gpu-1', expected a table"),
+        (node(WHOLE) | {"status": [8]}, "status: got [8], expected a table"),
+        (node(WHOLE) | {"status": None}, "status: got None, expected a table"),
+        (node(WHOLE) | {"status": {"capacity": [8]}}, "status.capacity: got [8], expected a table"),
+        (node(WHOLE) | {"status": {"capacity": {"amd.com/gpu": [8]}}}, "status.capacity.amd.com/gpu: got [8]"),
+        (node({"amd.com/gpu.device-id": ["74a1"]}), "metadata.labels.amd.com/gpu.device-id: got ['74a1'], expected a"),
+        ({"kind": ["Node"] * 100, "metadata": {}}, "..., expected a Node"),
     ],
 )  # fmt: skip
 def test_what_is_no_gpu_node_is_refused(run: Run, tmp_path: Path, document: dict[str, Any], words: str) -> None:
     status, out, err = run("from-node", saved(tmp_path, document))
     assert (status, out) == (2, "")
     assert words in err
+
+
+@pytest.mark.parametrize("amount", [65, 10**30, "9" * 5000, -1, "8.0", "8k", "\u0668", "eight", 8.5, True, "0x8"])
+def test_a_number_of_gpus_that_no_profile_takes_is_refused(run: Run, tmp_path: Path, amount: object) -> None:
+    document = node(WHOLE)
+    document["status"]["capacity"]["amd.com/gpu"] = amount
+    status, out, err = run("from-node", saved(tmp_path, document))
+    assert (status, out) == (2, "")
+    assert "status.capacity.amd.com/gpu of node gpu-1: got " in err
+    assert "expected a number of GPUs from 1 to 64" in err
+    assert len(err) < 400
+
+
+def test_a_number_that_has_no_decimal_digits_in_python_is_refused(run: Run, tmp_path: Path) -> None:
+    path = saved(tmp_path, node(WHOLE), "node.yaml")
+    path.write_text(path.read_text().replace("amd.com/gpu: '8'", f"amd.com/gpu: 0x{'f' * 5000}"))
+    status, out, err = run("from-node", path)
+    assert (status, out) == (2, "")
+    assert "status.capacity.amd.com/gpu of node gpu-1: got 'a number of thousands of digits'" in err
+
+
+@pytest.mark.parametrize(
+    ("label", "value"),
+    [("vram", "9" * 400 + "G"), ("vram", f"{2**30 + 1}G"), ("vram", "9" * 5000), ("cu-count", "9" * 5000),
+     ("cu-count", "4097"), ("device-id", "7" * 400), ("compute-memory-partition", "spx_" * 400)],
+)  # fmt: skip
+@pytest.mark.parametrize("device", ["74a1", "7777"])
+def test_a_label_that_no_profile_takes_is_refused_in_a_line(
+    run: Run, tmp_path: Path, label: str, value: str, device: str
+) -> None:
+    labels = labelled(device) | {f"amd.com/gpu.{label}": value}
+    status, out, err = run("from-node", saved(tmp_path, node(labels)))
+    assert (status, out) == (2, "")
+    assert f"label amd.com/gpu.{label} of node gpu-1: got '" in err
+    assert len(err) < 400
+
+
+def test_nobody_is_told_to_run_what_was_just_run(run: Run, tmp_path: Path) -> None:
+    """The same problem, told by the operator, does name the command."""
+    virtual = labelled("74b5", "96G", 152)
+    for labels in (labelled("7777", "64G", 80), CPX, virtual, labelled("74a1", "191G", 304, "spx_nps1")):
+        status, out, err = run("from-node", saved(tmp_path, node(labels)))
+        assert (status, bool(out)) == (0, True)
+        assert "from-node" not in err
+        assert "the draft on standard output is one" in err
+        refused = detect("gpu-1", labels, built_in_profiles())
+        assert "`kimictl profile from-node gpu-1` drafts it" in str(refused)
 
 
 def test_more_or_fewer_gpus_than_whole_cards_make_are_refused(run: Run, tmp_path: Path) -> None:
@@ -317,6 +372,31 @@ def test_every_draft_says_only_what_is_known(
     if not open_fields:
         profile = parse(HardwareProfile, yaml.safe_load(text) | {"spec": spec})
         assert misfit("gpu-1", labels, profile, {**built_in_profiles(), profile.metadata.name: profile}) is None
+
+
+TEXTS = st.text(max_size=8) | st.integers(-1, 10**40).map(str) | st.integers(0, 10**20).map("{}G".format)
+
+
+@settings(max_examples=300)
+@given(st.sampled_from(["74a1", "74b5", "75a3", "7777"]), TEXTS, TEXTS, TEXTS)
+@example("7777", "192G", "304", str(10**30)).via("capacity of another dimension")
+@example("7777", "9" * 400 + "G", "304", "8").via("memory of another dimension")
+@example("7777", "1073741824G", "4096", "64").via("the most that a profile takes")
+def test_no_label_or_capacity_whatever_is_drafted_into_what_no_profile_takes(
+    device: str, vram: str, units: str, gpus: str
+) -> None:
+    labels = labelled(device) | {"amd.com/gpu.vram": vram, "amd.com/gpu.cu-count": units}
+    document = node(labels)
+    document["status"]["capacity"]["amd.com/gpu"] = gpus
+    try:
+        text = draft(read_node(document), built_in_profiles())
+    except InvalidSpec:
+        return
+    drafted_one = yaml.safe_load(text)
+    spec = drafted_one["spec"]
+    spec["gpu"] = {"architecture": "gfx942", "memory": "1Gi"} | spec["gpu"]
+    spec.setdefault("reserve", {"contexts": "1Mi", "activations": "1Mi"})
+    parse(HardwareProfile, drafted_one)
 
 
 def test_dies_that_a_partitioned_node_counts_are_the_cards(tmp_path: Path, run: Run) -> None:
