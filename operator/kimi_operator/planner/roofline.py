@@ -5,6 +5,7 @@ Nothing here is fitted. `predict` multiplies the sums with one factor a chip and
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
@@ -53,6 +54,16 @@ class Graphs(StrEnum):
     """Kernel by kernel, as the bundled worker launches. Nobody measured what that adds: it counts as full graphs."""
 
 
+class Attention(StrEnum):
+    """How prompts attend."""
+
+    EXPANDED = "expanded"
+    """In keys and values of every head. Each chunk expands those of all tokens before it anew from their cached rows
+    (vLLM, SGLang)."""
+    LATENT = "latent"
+    """In the cached rows themselves: nothing to expand, but a pair of tokens costs 3.4 times as much (this worker)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Engine:
     """What software runs, as far as bytes depend on it."""
@@ -64,6 +75,7 @@ class Engine:
     resident: Resident = Resident.AS_STORED
     itemsize: int = 2
     """Bytes an element of an activation."""
+    attention: Attention = Attention.EXPANDED
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +109,10 @@ class Constants:
     exchange_per_node_s: float = 116e-6
     """What each further node adds: EP16 took 76 + 122 us, EP32 157 + 280 us, so 82 + 116 (nodes - 1) us."""
     gemm_share: float = 0.15
-    """Achieved share of peak in matrix products: 181.6 (MI300X) and 215.1 (MI325X) of 1307.4 TFLOPS were measured."""
+    """Achieved share of peak in matrix products: 181.6 (MI300X) and 215.1 (MI325X) of 1307.4 TFLOPS were measured in
+    those of experts."""
     attention_share: float = 0.60
-    """The same in prefill attention; assumed."""
+    """The same in prefill attention and in the dense products that expand rows for it; assumed."""
 
 
 ASSUMED = Constants()
@@ -191,6 +204,7 @@ def prefill_terms(setup: Setup, load: PrefillLoad, constants: Constants = ASSUME
     return (
         Term("matrix products", linear, f"{how}, the longer of FLOPs and weight bytes each"),
         Term("attention", attention / rate, f"{attention / 1e12:.1f} TFLOP a rank: {pairs:,} pairs of tokens"),
+        *_expansion_terms(setup, load, rate),
         *(Term(label, seconds, how) for label, seconds in latency.items()),
     )
 
@@ -260,7 +274,20 @@ def _attention_flops(setup: Setup, pairs: int) -> float:
     """Scores and values, two FLOPs a multiplication; KDA grows with tokens only and is under 1 % of the products."""
     a = setup.architecture
     width = a.qk_nope + a.qk_rope + a.v_head
+    if setup.engine.attention is Attention.LATENT:
+        width = a.kv_lora + a.qk_rope + a.kv_lora
     return 2 * width * a.num_heads / setup.shape.tensor_parallel * a.num_mla_layers * pairs
+
+
+def _expansion_terms(setup: Setup, load: PrefillLoad, rate: float) -> Iterator[Term]:
+    """Keys and values of the tokens before each chunk; those of its own tokens are among the matrix products."""
+    if setup.engine.attention is Attention.LATENT:
+        return
+    a, chunks = setup.architecture, ceil_div(load.new_tokens, load.chunk_tokens)
+    rows = chunks * load.cached_tokens + load.chunk_tokens * chunks * (chunks - 1) // 2
+    weights = a.kv_lora * (a.qk_nope + a.v_head) * a.num_heads / setup.shape.tensor_parallel
+    flops = 2 * weights * a.num_mla_layers * rows
+    yield Term("expansion", flops / rate, f"{flops / 1e12:.1f} TFLOP a rank: {rows:,} rows before the chunks")
 
 
 def _latency_terms(setup: Setup, lane_tokens: int, constants: Constants) -> tuple[Term, ...]:

@@ -20,7 +20,17 @@ from kimi_operator.planner.fit import Sample, Use, calibrate, stated
 from kimi_operator.planner.layout import divides
 from kimi_operator.planner.memory import ITEMSIZE, ExpertFormat, GroupShape, expert_format
 from kimi_operator.planner.predict import Calibration
-from kimi_operator.planner.roofline import Chip, DecodeLoad, Engine, Graphs, PrefillLoad, Resident, Setup, Split
+from kimi_operator.planner.roofline import (
+    Attention,
+    Chip,
+    DecodeLoad,
+    Engine,
+    Graphs,
+    PrefillLoad,
+    Resident,
+    Setup,
+    Split,
+)
 from kimi_operator.profiles import architecture, built_in_profiles
 
 FILE = "measurements.yaml"
@@ -46,6 +56,7 @@ class EngineFigures(ApiModel):
     experts: ExpertFormat
     kv_itemsize: int = Field(ge=1, le=4)
     resident: Resident
+    attention: Attention = Attention.EXPANDED
     source: str
 
 
@@ -143,7 +154,7 @@ def read_measurements(
     """Read a file of this form. Raises InvalidSpec that names each field which is wrong."""
     figures = parse(MeasurementFile, document, where)
     links = {name: link.bytes_per_second for name, link in figures.links.items()}
-    engines = {name: Engine(name, e.experts, e.kv_itemsize, e.resident) for name, e in figures.engines.items()}
+    engines = {name: _engine(name, e) for name, e in figures.engines.items()}
     found = Measurements(links, engines, (), figures.notes)
     points: list[DecodeFigures | PrefillFigures] = [*figures.decode, *figures.prefill]
     samples = (_sample(found, architecture, profiles, point, f"{where}:{point.name}") for point in points)
@@ -162,7 +173,7 @@ def worker_engine(profile: HardwareProfile) -> Engine:
     """The bundled worker on this hardware: what it holds experts, rows and other weights in."""
     runtime = profile.spec.runtime
     kv, own = ITEMSIZE[runtime.kv_cache_dtype], ITEMSIZE[runtime.dtype]
-    return Engine(WORKER, expert_format(runtime), kv, Resident.AS_LOADED, own)
+    return Engine(WORKER, expert_format(runtime), kv, Resident.AS_LOADED, own, Attention.LATENT)
 
 
 def calibration_for(setup: Setup, phase: type[DecodeLoad | PrefillLoad], own: CalibrationSpec | None) -> Calibration:
@@ -181,6 +192,10 @@ def check_layout(architecture: Architecture, shape: GroupShape, where: str) -> N
     if not divides(architecture, shape):
         expected = f"a layout that splits {architecture.num_experts} experts and {architecture.num_heads} heads evenly"
         raise InvalidSpec((Problem(f"{where}.layout", str(shape), expected, "state the layout that was measured"),))
+
+
+def _engine(name: str, figures: EngineFigures) -> Engine:
+    return Engine(name, figures.experts, figures.kv_itemsize, figures.resident, attention=figures.attention)
 
 
 def _sample(

@@ -83,8 +83,8 @@ def test_every_measured_time_is_shown_with_its_use_error_and_band(capsys: pytest
     for sample in SAMPLES:
         assert ("held" in rows[sample.name]) == (sample.use is Use.HELD_OUT)
     assert rows["fit_mi325x_tp8_conc1"][1:6] == ["fitted", "29.03", "29.03", "+0.0", "%"]
-    assert rows["mi325x_50k"][1:4] == ["held", "out", "30,500"]
-    assert [name for name, row in rows.items() if row[-1] == "NO"] == ["mi325x_50k"]
+    assert rows["mi325x_20k"][1:4] == ["held", "out", "11,800"]
+    assert [name for name, row in rows.items() if row[-1] == "NO"] == ["mi325x_20k"]
     assert {row[-1] for row in rows.values()} == {"yes", "NO"}
 
 
@@ -93,7 +93,7 @@ def test_the_bias_of_prompts_and_the_band_that_does_not_hold_are_told(capsys: py
     decode, prefill = (next(x for x in out.splitlines() if x.startswith(f"{p}: ")) for p in ("decode", "prefill"))
     assert decode.endswith("6 in their bands")
     assert "10 held out" in prefill
-    assert prefill.endswith("% off (all predicted too short); 9 in their bands, not mi325x_50k")
+    assert prefill.endswith("% off (all predicted too short); 9 in their bands, not mi325x_20k")
     assert "on mi325x 623 ms to 50,000, 396 ms to 100,000, 671 ms to 200,000" in out
     assert "expect prompts to take longer than predicted" in out
 
@@ -119,10 +119,10 @@ def test_all_forms_hold_the_measured_times(capsys: pytest.CaptureFixture[str], o
     document = json.loads(out) if output == "json" else yaml.safe_load(out)
     times = {row["name"]: row for row in document["times"]}
     assert set(times) == {sample.name for sample in SAMPLES}
-    far = times["mi325x_50k"]
-    assert (far["phase"], far["use"], far["measured_ms"], far["in_band"]) == ("prefill", "heldOut", 30_500.0, False)
-    assert far["error"] == pytest.approx(far["predicted_ms"] / 30_500 - 1)
-    assert far["low_ms"] < far["predicted_ms"] < far["high_ms"] < 30_500
+    far = times["mi325x_20k"]
+    assert (far["phase"], far["use"], far["measured_ms"], far["in_band"]) == ("prefill", "heldOut", 11_800.0, False)
+    assert far["error"] == pytest.approx(far["predicted_ms"] / 11_800 - 1)
+    assert far["low_ms"] < far["predicted_ms"] < far["high_ms"] < 11_800
     assert any("all predicted too short" in text for text in document["held_out"])
 
 

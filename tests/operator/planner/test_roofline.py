@@ -13,6 +13,8 @@ from kimi_operator.planner.predict import (
     roofline_s,
 )
 from kimi_operator.planner.roofline import (
+    ASSUMED,
+    Attention,
     Chip,
     DecodeLoad,
     Engine,
@@ -172,7 +174,7 @@ def test_piecewise_graphs_cost_time_in_every_step() -> None:
 
 def test_the_bundled_worker_reads_wider_rows_and_its_own_weights() -> None:
     worker = worker_engine(built_in_profiles()["mi300x"])
-    assert worker == Engine("kimi-worker", ExpertFormat.MXFP4, 2, Resident.AS_LOADED, 2)
+    assert worker == Engine("kimi-worker", ExpertFormat.MXFP4, 2, Resident.AS_LOADED, 2, Attention.LATENT)
     theirs = {t.label: t.seconds for t in decode_terms(DECODE, DecodeLoad(64, 60_000))}
     ours = {t.label: t.seconds for t in decode_terms(replace(DECODE, engine=worker), DecodeLoad(64, 60_000))}
     assert ours["cache"] > 1.5 * theirs["cache"]
@@ -184,3 +186,30 @@ def test_the_bundled_worker_reads_wider_rows_and_its_own_weights() -> None:
 def test_a_handoff_carries_convolution_inputs_in_the_type_of_activations(itemsize: int, conv_bytes: int) -> None:
     setup = replace(DECODE, engine=replace(worker_engine(built_in_profiles()["mi300x"]), itemsize=itemsize))
     assert handoff_bytes(setup, 1000) == 1000 * 27_648 + 69 * (3_145_728 + conv_bytes)
+
+
+# How prompts attend
+
+
+def prefill_seconds(attention: Attention, load: PrefillLoad) -> dict[str, float]:
+    setup = replace(DECODE, engine=replace(DECODE.engine, attention=attention))
+    return {term.label: term.seconds for term in prefill_terms(setup, load)}
+
+
+@pytest.mark.parametrize("load", [PrefillLoad(5000, 0, 2048), PrefillLoad(100, 9000, 512), PrefillLoad(2048, 0, 2048)])
+def test_each_chunk_expands_all_rows_before_it(load: PrefillLoad) -> None:
+    """Chunk by chunk: a row's keys and values take 512 x (128 + 128) weights a head; a rank of two has 48 heads."""
+    flops, done = 0, 0
+    while done < load.new_tokens:
+        flops += (load.cached_tokens + done) * 2 * 512 * (128 + 128) * 48 * K3.num_mla_layers
+        done += load.chunk_tokens
+    seconds = prefill_seconds(Attention.EXPANDED, load)["expansion"]
+    assert seconds * MI300X.bf16_flops * ASSUMED.attention_share == pytest.approx(flops, rel=1e-9)
+
+
+def test_attention_in_cached_rows_expands_nothing_and_is_as_wide_as_they_are() -> None:
+    load = PrefillLoad(5000, 7000)
+    expanded, latent = (prefill_seconds(attention, load) for attention in Attention)
+    assert "expansion" not in latent
+    assert latent["attention"] == pytest.approx((512 + 64 + 512) / (128 + 64 + 128) * expanded["attention"])
+    assert latent["matrix products"] == expanded["matrix products"]

@@ -130,7 +130,7 @@ def test_flops_shorten_only_what_computes(setup: Setup, decode: DecodeLoad, pref
     free = replace(setup, chip=replace(setup.chip, hbm_bytes_per_second=1e30))
     assert free.chip.bf16_flops is not None
     fast = replace(free, chip=replace(free.chip, bf16_flops=free.chip.bf16_flops * k))
-    computed = {"matrix products", "attention"}
+    computed = {"matrix products", "attention", "expansion"}
     slow_s = seconds(prefill_terms(free, prefill))
     assert seconds(prefill_terms(fast, prefill)) == {
         label: each / (k if label in computed else 1) for label, each in slow_s.items()
