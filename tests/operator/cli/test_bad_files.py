@@ -18,6 +18,7 @@ COMMANDS = (
     ("plan", "-f"),
     ("plan", "--chip", "mi300x", "--workload"),
     ("plan", "--compare", MI300X),
+    ("replay", "-f"),
     ("render", "-f"),
     ("profile", "list", "-f"),
     ("profile", "show", "mi300x", "-f"),
@@ -77,6 +78,7 @@ def test_what_cannot_be_read_is_refused_by_its_name(
 WRONG_KINDS = {
     ("plan", "-f"): "0 KimiDeployments, expected exactly one",
     ("plan", "--chip", "mi300x", "--workload"): "got 'ConfigMap', expected a workload",
+    ("replay", "-f"): "0 KimiDeployments, expected exactly one",
     ("render", "-f"): "0 KimiDeployments, expected exactly one",
     ("profile", "list", "-f"): "no HardwareProfile, expected at least one",
     ("profile", "show", "mi300x", "-f"): "no HardwareProfile, expected at least one",
@@ -107,7 +109,7 @@ def test_an_empty_file_is_refused(run: Run, tmp_path: Path, command: tuple[str, 
 def test_several_deployments_in_a_file_are_refused(run: Run, tmp_path: Path) -> None:
     file = tmp_path / "two.yaml"
     file.write_text(f"{MI300X.read_text()}\n---\n{MI300X.read_text()}")
-    for command in ("plan", "render"):
+    for command in ("plan", "replay", "render"):
         status, _, err = run(command, "-f", file)
         assert (status, "got 2 KimiDeployments" in err) == (2, True)
 
