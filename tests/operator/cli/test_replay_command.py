@@ -145,7 +145,9 @@ def test_bands_hold_the_value_and_are_replays_of_their_own(document: Document) -
     found = document(*MI300X, *AGENTS)
     banded = [*found["ttft"].values(), *found["tpot"].values(), found["duration"]]
     banded += [row[name] for row in found["by_turn"] for name in ("ttft_p50", "ttft_p95", "tpot_p50", "tpot_p95")]
-    assert all(each["low"] < each["value"] < each["high"] for each in banded)
+    # a percentile of faster turns need not be less: they come back sooner, and meet others
+    assert all(each["low"] <= each["value"] <= each["high"] for each in banded)
+    assert all(each["low"] < each["value"] < each["high"] for each in (found["duration"], found["tpot"]["p50"]))
     for end in ("low", "high"):
         assert found["duration"][end] == found[f"summary_{end}"]["duration_s"]
     tokens = {found[name]["computed_tokens"] for name in ("summary", "summary_low", "summary_high")}
