@@ -7,6 +7,7 @@ which costs nothing and is a failure that must be told exactly.
 from __future__ import annotations
 
 import copy
+import json
 import os
 import sys
 import time
@@ -113,6 +114,35 @@ def test_a_deployment_becomes_children_and_a_status(operator: Cluster, namespace
     events = operator.get("events", namespace=namespace)
     told = [one for one in events if one["involvedObject"]["kind"] == "KimiDeployment"]
     assert [one["reason"] for one in told].count("WeightsMissing") == 1
+
+
+WORKLOAD: Document = {"prompt": {"fixed": 512}, "output": {"fixed": 64}, "concurrency": 2}
+WITH_FRACTIONS: Document = {"prompt": {"fixed": 512.0}, "output": {"fixed": 6.4e1}, "concurrency": 2.0}
+"""The same to the API server's schema."""
+
+
+def test_whole_numbers_with_fractions_reach_the_operator_as_it_reads_them(
+    operator: Cluster, namespace: str, tmp_path: Path
+) -> None:
+    """Its models take integers and no nulls: they must not see what the API server lets pass."""
+    document = deployment(workload=WITH_FRACTIONS, router={"replicas": 1.0})
+    document["spec"]["prefill"]["groups"] = 1.0
+    with pytest.raises(CommandError, match=r"spec\.workload\.targets in body must be of type object"):
+        operator.apply(deployment(workload=WITH_FRACTIONS | {"targets": None}), namespace=namespace)
+    operator.apply(document, namespace=namespace)
+    # Past kubectl, which writes such numbers anew; the rules of a workload take no fractions there.
+    del document["spec"]["workload"]
+    document["metadata"]["name"] = "k4"
+    path = f"/apis/kimi-operator.io/v1alpha1/namespaces/{namespace}/kimideployments"
+    body = tmp_path / "body.json"
+    body.write_text(json.dumps(document))
+    operator.kubectl("create", "--raw", path, "-f", str(body))
+    first, second = (operator.get("kimideployment", name, namespace=namespace)["spec"] for name in ("k3", "k4"))
+    assert json.dumps(first["workload"], sort_keys=True) == json.dumps(WORKLOAD | {"reuse": 0}, sort_keys=True)
+    for spec in (first, second):
+        assert (repr(spec["prefill"]["groups"]), repr(spec["router"]["replicas"])) == ("1", "1")
+    wait_for_condition(operator, namespace, "PlanResolved", "True", "PlanFits")
+    operator.wait("kimideployment/k4", "condition=PlanResolved", namespace=namespace, timeout_s=PATIENT_S)
 
 
 def test_at_rest_the_operator_writes_nothing(
