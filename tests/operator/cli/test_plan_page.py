@@ -8,6 +8,7 @@ import math
 import os
 import re
 import shutil
+import tempfile
 import xml.etree.ElementTree as ET
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -22,7 +23,7 @@ EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 MI300X, LOCAL = EXAMPLES / "mi300x-2p2d.yaml", EXAMPLES / "local" / "2p2d.yaml"
 SVG = "{http://www.w3.org/2000/svg}"
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
-START_S = 60.0
+START_S = 120.0
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -157,21 +158,21 @@ COMPLAINTS = {
 async def browser(folder: Path) -> AsyncIterator[aiohttp.ClientWebSocketResponse]:
     """A page of a headless browser, by its DevTools socket. All that it writes lies in the folder."""
     assert BROWSER
-    # What it leaves there when it is ended would stay.
-    temporary = folder / "tmp"
-    temporary.mkdir(parents=True)
-    process = await asyncio.create_subprocess_exec(
-        BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
-        "--no-first-run", f"--user-data-dir={folder / 'profile'}",
-        "--remote-debugging-port=0", "about:blank", stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
-        env={**os.environ, "TMPDIR": str(temporary)},
-    )  # fmt: skip
-    assert process.stderr is not None
+    log = folder / "browser.log"
+    # A folder of its own, for it leaves some when it is ended; a short path, for it makes sockets there.
+    temporary = tempfile.mkdtemp()
+    with log.open("wb") as output:
+        process = await asyncio.create_subprocess_exec(
+            BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
+            "--no-first-run", f"--user-data-dir={folder / 'profile'}",
+            "--remote-debugging-port=0", "about:blank", stdout=output, stderr=output,
+            env={**os.environ, "TMPDIR": temporary},
+        )  # fmt: skip
     try:
         async with asyncio.timeout(START_S):
-            while not (match := re.search(rb"DevTools listening on ws://([^/]+)/", await process.stderr.readline())):
-                assert process.returncode is None, "the browser ended"
-        draining = asyncio.create_task(process.stderr.read())
+            while not (match := re.search(rb"DevTools listening on ws://([^/]+)/", log.read_bytes())):
+                assert process.returncode is None, f"the browser ended: {log.read_text()[-2000:]}"
+                await asyncio.sleep(0.1)
         host = match[1].decode()
         async with aiohttp.ClientSession() as http:
             targets = await (await http.get(f"http://{host}/json/list")).json()
@@ -179,10 +180,11 @@ async def browser(folder: Path) -> AsyncIterator[aiohttp.ClientWebSocketResponse
             async with http.ws_connect(address, max_msg_size=2**26) as socket:
                 yield socket
     finally:
-        process.terminate()
+        if process.returncode is None:
+            process.terminate()
         async with asyncio.timeout(START_S):
             await process.wait()
-            await draining
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 async def look_at(socket: aiohttp.ClientWebSocketResponse, file: Path) -> tuple[list[str], list[dict[str, Any]]]:
@@ -212,7 +214,7 @@ async def test_a_browser_draws_the_page_from_a_file_without_complaint(page: Call
     # the longest context there is has the widest label, at the right edge
     flags = ("--chip", "mi325x", "--max-model-len", 1_048_576, "--max-num-seqs", 8, "--cost", 2, "--concurrency", 20)
     file.write_text(page(*flags), encoding="utf-8")
-    async with browser(tmp_path / "browser") as socket:
+    async with browser(tmp_path) as socket:
         complaints, drawn = await look_at(socket, file)
     assert complaints == []
     assert sum(each["tag"] == "svg" for each in drawn) == 5
