@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kimi_operator.planner.memory import MemoryLine
+from kimi_operator.planner.overflow import Overflow, find_overflow
 from kimi_operator.planner.pools import num_slots
 from kimi_operator.planner.unified import BlockLayout
 from kimi_operator.planner.units import ceil_div
@@ -132,14 +133,9 @@ class Budget:
         """Bytes that the lines leave for pool and captured graphs; negative when they do not fit."""
         return self.memory - sum(line.bytes for line in self.lines)
 
-    def overflow(self) -> MemoryLine | None:
-        """The first line that does not fit, counted in order."""
-        left = self.memory
-        for line in self.lines:
-            left -= line.bytes
-            if left < 0:
-                return line
-        return None
+    def overflow(self) -> Overflow | None:
+        """The first line that does not fit, counted in order, and by how much."""
+        return find_overflow(self.memory, self.lines)
 
     def graphs_bytes(self, max_num_seqs: int) -> int:
         """Bytes of captured graphs that are not in `lines`."""

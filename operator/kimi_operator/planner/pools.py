@@ -8,7 +8,7 @@ from kimi_operator.api.deployment import KimiDeploymentSpec, Role, Transport
 from kimi_operator.api.profile import DType, HardwareProfileSpec
 from kimi_operator.errors import Problem
 from kimi_operator.planner.architecture import Architecture
-from kimi_operator.planner.layout import MAX_NODES, nearest_layout
+from kimi_operator.planner.layout import nearest_layout
 from kimi_operator.planner.memory import (
     ITEMSIZE,
     GroupShape,
@@ -20,6 +20,7 @@ from kimi_operator.planner.memory import (
     slot_bytes,
     weight_lines,
 )
+from kimi_operator.planner.overflow import find_overflow, nearest_text
 from kimi_operator.planner.units import bytes_text, ceil_div
 
 
@@ -121,12 +122,13 @@ def _too_small(s: Settings, role: Role, shape: GroupShape, units: Units) -> Prob
     lines = fixed_lines(s, shape)
     weights = sum(line.bytes for line in lines if line.is_weights)
     reserved = sum(line.bytes for line in lines) - weights
-    memory = bytes_text(s.profile.gpu.memory)
+    overflow = find_overflow(s.profile.gpu.memory, (*lines, MemoryLine("one request", units.one_request, "")))
+    assert overflow is not None, units
     got = (
         f"{shape}: {bytes_text(weights)} of weights + {bytes_text(reserved)} reserved + "
         f"{bytes_text(units.one_request)} for one request a GPU"
     )
-    return Problem(f"spec.{role}", got, f"at most {memory}, the memory of a GPU", _remedy(s, shape, units))
+    return Problem(f"spec.{role}", got, str(overflow), _remedy(s, shape, units))
 
 
 def _remedy(s: Settings, shape: GroupShape, units: Units) -> str:
@@ -140,12 +142,8 @@ def _remedy(s: Settings, shape: GroupShape, units: Units) -> str:
     remedies = []
     if length > 0:
         remedies.append(f"lower spec.model.maxModelLen to {length:,}")
-    if nearest:
-        remedies.append(f"use the nearest layout that fits: {nearest}")
-    if not remedies:
-        return (
-            f"no layout of up to {MAX_NODES} nodes fits; choose GPUs with more memory or lower the profile's reserves"
-        )
+    if nearest or not remedies:
+        remedies.append(nearest_text(nearest))
     return ", or ".join(remedies)
 
 

@@ -9,6 +9,7 @@ from kimi_operator.api.deployment import Role
 from kimi_operator.errors import Problem
 from kimi_operator.planner.layout import MAX_NODES, nearest_layout
 from kimi_operator.planner.memory import GroupShape
+from kimi_operator.planner.overflow import nearest_text
 from kimi_operator.planner.space import Search, shapes_of
 from kimi_operator.planner.tensors import tensor_table, total_bytes
 from kimi_operator.planner.units import bytes_text
@@ -73,10 +74,8 @@ def _explained(request: Search, role: Role, shape: GroupShape, problem: Problem,
 def _nearest(request: Search, role: Role, shape: GroupShape) -> str:
     per_node = request.profile.gpu.per_node
     near = nearest_layout(request.architecture, shape, per_node, lambda other: request.fits(role, other))
-    if near is None:
-        return f"no layout of up to {MAX_NODES} nodes fits: use GPUs with more memory"
-    beyond = f", more than the {request.num_nodes} given" if near.nodes > request.num_nodes else ""
-    return f"use the nearest layout that fits: {near}{beyond}"
+    beyond = f", more than the {request.num_nodes} given" if near is not None and near.nodes > request.num_nodes else ""
+    return nearest_text(near) + beyond
 
 
 def shortage(request: Search) -> Problem | None:

@@ -186,11 +186,10 @@ def _at_context(case: Case, tokens: int) -> tuple[Limit, int]:
 
 def _refusal(case: Case) -> Problem | None:
     budget, field = case.budget, f"spec.{case.role}"
-    line = budget.overflow()
-    if line is not None:
+    if (overflow := budget.overflow()) is not None:
         got = " + ".join(f"{bytes_text(each.bytes)} {each.label}" for each in budget.lines if each.bytes)
-        expected = f"at most {bytes_text(budget.memory)}, the memory of a GPU; {line.label} do not fit"
-        return Problem(field, got, expected, "use more GPUs a group, a larger tensorParallel, or GPUs with more memory")
+        remedy = "use more GPUs a group, a larger tensorParallel, or GPUs with more memory"
+        return Problem(field, got, str(overflow), remedy)
     if budget.outside(1) < 0:
         got = f"{budget.pool(1):,} B of pool and {budget.graphs_bytes(1):,} B of captured graphs"
         lower = budget.free - budget.graphs_bytes(1)

@@ -124,7 +124,10 @@ def test_tp1_on_mi300x_is_refused_with_the_arithmetic_and_the_nearest_layout() -
     problems = refused("mi300x-2p2d.yaml", prefill__tensorParallel=1, decode__tensorParallel=1).problems
     assert [problem.field for problem in problems] == ["spec.prefill", "spec.decode"]
     assert "191.0 GiB of weights + 32.2 GiB reserved" in problems[0].got
-    assert "192.0 GiB, the memory of a GPU" in problems[0].expected
+    assert problems[0].expected == (
+        "at most 192.0 GiB, the memory of a GPU: the line 'contexts' of 11.2 GiB does not fit into the 998.4 MiB that "
+        "are left, and 45.6 GiB are missing in all"
+    )
     assert problems[0].remedy == "use the nearest layout that fits: 2 x 8 GPUs with tensorParallel 2"
 
 

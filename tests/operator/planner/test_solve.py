@@ -246,7 +246,10 @@ def test_the_line_that_does_not_fit_is_named() -> None:
     lines = (MemoryLine("routed experts", 90, "", is_weights=True), MemoryLine("contexts", 20, ""))
     problem = refused(case_of(requests_of(10), Budget(100, lines, PAGES)))
     assert problem.got == "90 B routed experts + 20 B contexts"
-    assert problem.expected == "at most 100 B, the memory of a GPU; contexts do not fit"
+    assert problem.expected == (
+        "at most 100 B, the memory of a GPU: the line 'contexts' of 20 B does not fit into the 10 B that are left, and "
+        "10 B are missing in all"
+    )
 
 
 def test_a_pool_larger_than_what_is_free_is_refused() -> None:

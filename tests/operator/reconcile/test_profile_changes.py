@@ -114,7 +114,8 @@ async def test_where_no_group_fits_any_more_all_goes_on_as_it_was_planned(pair: 
     change_profile(pair, "gpu.memory", "40Mi")
     assert rolled(await look(pair)) == set()
     assert pair.condition("PlanResolved") == ("False", "DoesNotFit")
-    assert "expected at most 40.0 MiB, the memory of a GPU" in pair.message("PlanResolved")
+    assert "expected at most 40.0 MiB, the memory of a GPU: the line" in pair.message("PlanResolved")
+    assert "are missing in all; " in pair.message("PlanResolved")
     assert pair.condition("Available")[0] == "True"
     assert plan(pair) == before
     change_profile(pair, "gpu.memory", "64Mi")

@@ -123,7 +123,9 @@ async def test_what_fits_passes_and_what_does_not_is_refused_with_the_sums(trust
     assert (answer["apiVersion"], answer["kind"]) == ("admission.k8s.io/v1", "AdmissionReview")
     status, answer = await trusted.ask(review(deployment(TOO_LARGE)))
     assert (status, answer["response"]["allowed"], answer["response"]["status"]["code"]) == (200, False, 422)
-    assert "at most 64.0 MiB, the memory of a GPU" in answer["response"]["status"]["message"]
+    message = answer["response"]["status"]["message"]
+    assert "at most 64.0 MiB, the memory of a GPU: the line 'routed experts' of" in message
+    assert "does not fit into the 64.0 MiB that are left" in message
     assert (trusted.count("allowed"), trusted.count("refused"), trusted.count("warned")) == (1, 1, 0)
 
 
