@@ -13,7 +13,7 @@ import yaml
 
 from kimi_operator.api.base import dump
 from kimi_operator.cli.cost import Cost
-from kimi_operator.cli.outlook import Outlook, RoleOutlook, contexts
+from kimi_operator.cli.outlook import DecodeSpeed, Outlook, RoleOutlook, Speed, contexts
 from kimi_operator.errors import Problem
 from kimi_operator.planner.case import Solution
 from kimi_operator.planner.designs import compare_designs
@@ -100,15 +100,12 @@ def _solution(solution: Solution | Problem) -> dict[str, Any]:
 def _speed(outlook: Outlook) -> dict[str, Any]:
     speed = outlook.speed
     if speed is None:
-        return {"predicted": False, "reason": outlook.no_speed}
+        partial = {} if outlook.decode_speed is None else _decode(outlook.decode_speed)
+        return {"predicted": False, "reason": outlook.no_speed, **partial}
     return {
         "predicted": True,
-        "request": dataclasses.asdict(speed.request),
-        "running": speed.running,
-        "tpot": dataclasses.asdict(speed.tpot),
-        "tpot_alone": dataclasses.asdict(speed.tpot_alone),
+        **_decode(speed),
         "prefill": dataclasses.asdict(speed.prefill),
-        "handoff": None if speed.handoff is None else dataclasses.asdict(speed.handoff),
         "throughput": _banded(speed.at.tokens_per_second),
         "concurrency": speed.at.concurrency,
         "binds": speed.at.binds,
@@ -123,6 +120,17 @@ def _speed(outlook: Outlook) -> dict[str, Any]:
             }
             for point in speed.curve
         ],
+    }
+
+
+def _decode(speed: Speed | DecodeSpeed) -> dict[str, Any]:
+    """What needs no FLOPs."""
+    return {
+        "request": dataclasses.asdict(speed.request),
+        "running": speed.running,
+        "tpot": dataclasses.asdict(speed.tpot),
+        "tpot_alone": dataclasses.asdict(speed.tpot_alone),
+        "handoff": None if speed.handoff is None else dataclasses.asdict(speed.handoff),
     }
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kimi_operator.api.deployment import Role
-from kimi_operator.cli.outlook import POOL_LABELS, Outlook, RoleOutlook
+from kimi_operator.cli.outlook import POOL_LABELS, Outlook, RoleOutlook, Speed
 from kimi_operator.errors import Problem
 from kimi_operator.planner import MemoryLine
 from kimi_operator.planner.case import Solution
@@ -78,11 +78,7 @@ def _limits(outlook: Outlook, each: RoleOutlook) -> Iterator[Figure]:
     plan, limits = each.plan, outlook.planned.profile.spec.limits
     name, profile = plan.role, f"profile {outlook.plan.profile}"
     yield _max_num_seqs(outlook, each)
-    extra = plan.num_state_slots - plan.max_num_seqs
-    yield Figure(
-        f"{name}.numStateSlots", f"{plan.num_state_slots:,}", "maxNumSeqs + a quarter of it, at least 1, for handoffs",
-        f"{plan.max_num_seqs} + {extra}", "planner: a handoff reserves its slot before its request runs",
-    )  # fmt: skip
+    yield _num_slots(outlook, each)
     slots = plan.num_state_slots * plan.slot_bytes
     free = slots + plan.num_pages * plan.page_bytes + next(x.bytes for x in plan.lines if x.label == "free")
     yield Figure(
@@ -125,6 +121,37 @@ def _max_num_seqs(outlook: Outlook, each: RoleOutlook) -> Figure:
         f"up to {limits.max_num_seqs}, {limits.context_tokens_per_seq:,} tokens each",
         f"profile {outlook.plan.profile}: {outlook.planned.profile.spec.source('limits.maxNumSeqs')}",
     )  # fmt: skip
+
+
+def _num_slots(outlook: Outlook, each: RoleOutlook) -> Figure:
+    plan, speed = each.plan, outlook.speed
+    extra = plan.num_state_slots - plan.max_num_seqs
+    values = f"{plan.max_num_seqs} + {extra}"
+    if speed is not None and speed.handoff is not None:
+        values += f"; {_held_by_handoffs(speed, each, extra)}"
+    formula = "maxNumSeqs + a quarter of it, at least 1, for handoffs"
+    why = {
+        Role.DECODE: "Assumed: the quarter; a slot is reserved before its prompt is computed, so that no prompt is "
+        "computed for a lane without room",
+        Role.PREFILL: "Assumed: the quarter; a prompt keeps its slot until all of it is written, while others run",
+    }[plan.role]
+    return Figure(f"{plan.role}.numStateSlots", f"{plan.num_state_slots:,}", formula, values, why)
+
+
+def _held_by_handoffs(speed: Speed, each: RoleOutlook, extra: int) -> str:
+    """Slots of a lane that handoffs hold at once, by Little's law: requests a second x the time that each holds one."""
+    assert speed.handoff is not None
+    prefill, handoff = (f"{number(p.value)} ms" for p in (speed.prefill, speed.handoff))
+    if each.plan.role is Role.PREFILL:
+        held = speed.handoff.value / speed.prefill.value
+        how = f"one prompt each {prefill} x {handoff} to write it"
+    else:
+        running, outputs = speed.running / each.lanes, speed.request.output_tokens
+        held = running * (speed.prefill.value + speed.handoff.value) / (outputs * speed.tpot.value)
+        how = f"{number(running)} running x ({prefill} prefill + {handoff} handoff) / ({outputs:,} tokens x "
+        how += f"{number(speed.tpot.value)} ms)"
+    verdict = f"{extra} suffice" if held <= extra else f"more than {extra}: such lanes do not stay full"
+    return f"this workload holds {how} = {number(held)} at once, queues left out: {verdict}"
 
 
 def _page_bytes(outlook: Outlook, each: RoleOutlook) -> Figure:
@@ -196,14 +223,18 @@ def _solved(each: RoleOutlook) -> Iterator[Figure]:
 
 
 def _speed(outlook: Outlook) -> Iterator[Figure]:
-    speed = outlook.speed
-    if speed is None:
+    speed, either = outlook.speed, outlook.speed or outlook.decode_speed
+    if either is None:
         return
-    yield _predicted("tpot", speed.tpot, "factor x sum of the step's terms")
-    yield _predicted("tpotAlone", speed.tpot_alone, "factor x sum of the step's terms, one request")
-    yield _predicted("prefill", speed.prefill, "factor x sum of the prompt's terms")
-    if speed.handoff is not None:
-        yield _predicted("handoff", speed.handoff, "bytes of a request / achieved bandwidth of its network card")
+    yield _predicted("tpot", either.tpot, "factor x sum of the step's terms")
+    yield _predicted("tpotAlone", either.tpot_alone, "factor x sum of the step's terms, one request")
+    if either.handoff is not None:
+        yield _predicted("handoff", either.handoff, "bytes of a request / achieved bandwidth of its network card")
+    formula = "factor x sum of the prompt's terms"
+    if speed is None:
+        yield Figure("prefill", "not predicted", formula, "FLOPs of the chip are missing", outlook.no_speed)
+        return
+    yield _predicted("prefill", speed.prefill, formula)
     bound = "the least of concurrency / (time of a token + its prefill), full lanes, and what prefill feeds"
     at = speed.at
     rate, values = at.tokens_per_second, f"at {at.concurrency:,} at once; {at.binds} binds"

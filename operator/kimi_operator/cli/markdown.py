@@ -60,14 +60,16 @@ def _limits(outlook: Outlook) -> Iterator[tuple[str, ...]]:
 def _predictions(outlook: Outlook) -> Iterator[str]:
     for label, text in headline(outlook).items():
         yield f"- {label}: {cell(text)}"
-    speed = outlook.speed
-    if speed is None:
+    speed, either = outlook.speed, outlook.speed or outlook.decode_speed
+    if either is None:
         return
-    yield f"- prefill: {with_band(speed.prefill)} for {speed.request.prompt_tokens:,} tokens on an idle lane"
-    if speed.handoff is not None:
-        yield f"- handoff: {with_band(speed.handoff)}"
-    yield f"- decode calibrated on: {cell(speed.tpot.calibrated_on)}"
-    yield f"- prefill calibrated on: {cell(speed.prefill.calibrated_on)}"
+    if speed is not None:
+        yield f"- prefill: {with_band(speed.prefill)} for {speed.request.prompt_tokens:,} tokens on an idle lane"
+    if either.handoff is not None:
+        yield f"- handoff: {with_band(either.handoff)}"
+    yield f"- decode calibrated on: {cell(either.tpot.calibrated_on)}"
+    if speed is not None:
+        yield f"- prefill calibrated on: {cell(speed.prefill.calibrated_on)}"
 
 
 def table(head: tuple[str, ...], body: Iterable[tuple[str, ...]]) -> Iterator[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -31,7 +31,7 @@ from kimi_operator.planner.predict import (
 from kimi_operator.planner.roofline import DecodeLoad, PrefillLoad, Setup
 from kimi_operator.planner.solve import solve, stretches, unused
 from kimi_operator.planner.workload import Workload, check_lengths, fixed
-from kimi_operator.profiles.forecast import forecast_of
+from kimi_operator.profiles.forecast import decode_forecast, forecast_of
 
 POOL_LABELS = {"state slots", "KV pages", "free"}
 ASSUMED_OUTPUT_SHARE = 8
@@ -81,6 +81,17 @@ class Speed:
 
 
 @dataclass(frozen=True, slots=True)
+class DecodeSpeed:
+    """What bandwidth alone predicts of the workload's mean request, on a chip whose FLOPs nobody stated."""
+
+    request: Request
+    running: int
+    tpot: Prediction
+    tpot_alone: Prediction
+    handoff: Prediction | None
+
+
+@dataclass(frozen=True, slots=True)
 class ContextPoint:
     """Requests of all decode lanes at once, every one being so long."""
 
@@ -103,8 +114,10 @@ class Outlook:
     decode: RoleOutlook
     speed: Speed | None
     no_speed: str
-    """Why there are no predictions; empty when there are."""
+    """Why there are no predictions, or none but those of `decode_speed`; empty when there are all."""
     misses: tuple[Problem, ...]
+    decode_speed: DecodeSpeed | None = None
+    """Where prefill, and so throughput, cannot be predicted, but a decode step can."""
 
     def role(self, role: Role) -> RoleOutlook:
         """One role."""
@@ -149,6 +162,7 @@ def look_ahead(planned: Planned, stated: Workload | None, *, is_assumed: bool | 
             speed = _speed(roles[Role.PREFILL], roles[Role.DECODE], served, forecast)
         except ValueError as error:
             no_speed = str(error)
+    is_partial = forecast is None and not too_long
     return Outlook(
         planned=planned,
         plan=plan,
@@ -159,6 +173,7 @@ def look_ahead(planned: Planned, stated: Workload | None, *, is_assumed: bool | 
         speed=speed,
         no_speed=no_speed,
         misses=too_long or tuple(dict.fromkeys(miss for role in roles.values() for miss in _misses(role))),
+        decode_speed=_decode_speed(planned, plan, roles, served) if is_partial else None,
     )
 
 
@@ -244,6 +259,36 @@ def _speed(prefill: RoleOutlook, decode: RoleOutlook, workload: Workload, foreca
         knee=knee(curve),
         at=next(point for point in curve if point.concurrency == asked),
     )
+
+
+def _decode_speed(
+    planned: Planned, plan: Plan, roles: Mapping[Role, RoleOutlook], workload: Workload
+) -> DecodeSpeed | None:
+    """None where no bandwidth is stated either, and where a lane cannot hold one such request."""
+    decode, request = roles[Role.DECODE], mean_request(workload)
+    full = _full(decode, request)
+    if full < 1:
+        return None
+    try:
+        one_gpu, calibration = decode_forecast(planned.architecture, planned.profile, plan.kv_cache_dtype)
+    except InvalidSpec:
+        return None
+    setups = {role: replace(one_gpu, shape=each.shape) for role, each in roles.items()}
+    running = min(workload.running or full, full)
+    load = DecodeLoad(-(-running // decode.groups), request.mean_context)
+    return DecodeSpeed(
+        request=request,
+        running=running,
+        tpot=decode_step_ms(setups[Role.DECODE], load, calibration),
+        tpot_alone=decode_step_ms(setups[Role.DECODE], replace(load, concurrency=1), calibration),
+        handoff=_handoff(setups[Role.PREFILL], request.prompt_tokens),
+    )
+
+
+def _full(decode: RoleOutlook, request: Request) -> int:
+    """Such requests that all decode lanes run at once."""
+    of_lane = Capacity(decode.plan.max_num_seqs, decode.plan.num_pages, decode.plan.page_size_tokens)
+    return of_lane.running(request)[0] * decode.lanes
 
 
 def _side(role: RoleOutlook, forecast: Forecast, name: Role, calibration: Calibration) -> Side:

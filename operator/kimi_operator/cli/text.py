@@ -65,8 +65,14 @@ def summary(outlook: Outlook) -> Iterator[str]:
 
 def headline(outlook: Outlook) -> dict[str, str]:
     """Predictions in short, or why there are none, and the workload that they are for."""
-    speed = outlook.speed
-    if speed is None:
+    speed, partial = outlook.speed, outlook.decode_speed
+    if partial is not None:
+        alone, by_bytes = f"{with_band(partial.tpot_alone)} alone", "decode is by bytes, FLOPs taken not to bind"
+        found = {
+            "TPOT": f"{with_band(partial.tpot)} with {partial.running:,} running; {alone}",
+            "prefill, output": f"not predicted: {outlook.no_speed}; {by_bytes}",
+        }
+    elif speed is None:
         found = {"no predictions": outlook.no_speed or "the workload does not fit"}
     else:
         alone = f"{with_band(speed.tpot_alone)} alone"
@@ -193,17 +199,23 @@ def _labelled(label: str, value: str) -> str:
 def _speed_text(outlook: Outlook) -> Iterator[str]:
     for problem in outlook.misses:
         yield f"misses: {problem}"
-    speed = outlook.speed
-    if speed is None:
+    speed, either = outlook.speed, outlook.speed or outlook.decode_speed
+    if either is None:
         return
     yield "predictions"
-    request = speed.request
-    load = f"with {speed.running:,} running at {request.mean_context:,} tokens"
-    yield _labelled("decode step", f"{with_band(speed.tpot)} {load}")
-    yield _labelled("prefill", f"{with_band(speed.prefill)} for {request.prompt_tokens:,} tokens on an idle lane")
-    if speed.handoff is not None:
-        yield _labelled("handoff", with_band(speed.handoff))
-    yield _labelled("decode calibrated on", speed.tpot.calibrated_on)
+    request = either.request
+    load = f"with {either.running:,} running at {request.mean_context:,} tokens"
+    yield _labelled("decode step", f"{with_band(either.tpot)} {load}")
+    if speed is None:
+        yield _labelled("prefill", f"not predicted: {outlook.no_speed}")
+    else:
+        yield _labelled("prefill", f"{with_band(speed.prefill)} for {request.prompt_tokens:,} tokens on an idle lane")
+    if either.handoff is not None:
+        yield _labelled("handoff", with_band(either.handoff))
+    yield _labelled("decode calibrated on", either.tpot.calibrated_on)
+    if speed is None:
+        yield ""
+        return
     yield _labelled("prefill calibrated on", speed.prefill.calibrated_on)
     yield f"    {'at once':>12}{'TPOT ms':>26}{'output tokens/s':>30}  binds"
     for point in speed.curve[:: max(1, len(speed.curve) // 8)]:

@@ -11,6 +11,7 @@ from kimi_operator.planner.architecture import Architecture
 from kimi_operator.planner.memory import ITEMSIZE, GroupShape
 from kimi_operator.planner.objective import Forecast
 from kimi_operator.planner.plan import Infeasible, Plan, make_plan
+from kimi_operator.planner.predict import Calibration
 from kimi_operator.planner.roofline import DecodeLoad, Graphs, PrefillLoad, Setup
 from kimi_operator.planner.workload import Workload
 from kimi_operator.profiles.measurements import built_in_measurements, calibration_for, worker_engine
@@ -36,17 +37,25 @@ def forecast_of(a: Architecture, profile: HardwareProfile, kv_dtype: DType, work
 
     Raises InvalidSpec when the profile does not state bandwidth and FLOPs: no time follows without them.
     """
-    chip, spec = built_in_measurements().chip(profile), profile.spec
-    if chip.bf16_flops is None:
-        field = f"HardwareProfile {chip.name}: spec.gpu.bf16FlopsPerSecond"
+    one_gpu, decode = decode_forecast(a, profile, kv_dtype)
+    if one_gpu.chip.bf16_flops is None:
+        field = f"HardwareProfile {one_gpu.chip.name}: spec.gpu.bf16FlopsPerSecond"
         raise InvalidSpec((Problem(field, "nothing", "operations a second", "state the peak of dense bfloat16"),))
-    engine = replace(worker_engine(profile), kv_itemsize=ITEMSIZE[kv_dtype])
-    # Which factor is nearest does not depend on the layout.
-    one_gpu = Setup(a, chip, GroupShape(1, 1, 1), engine, graphs=Graphs.NONE)
 
     def setup(shape: GroupShape, role: Role) -> Setup:
         del role
         return replace(one_gpu, shape=shape)
 
-    decode, prefill = (calibration_for(one_gpu, phase, spec.calibration) for phase in (DecodeLoad, PrefillLoad))
-    return Forecast(workload, setup, decode, prefill, spec.limits.prefill_batched_tokens)
+    prefill = calibration_for(one_gpu, PrefillLoad, profile.spec.calibration)
+    return Forecast(workload, setup, decode, prefill, profile.spec.limits.prefill_batched_tokens)
+
+
+def decode_forecast(a: Architecture, profile: HardwareProfile, kv_dtype: DType) -> tuple[Setup, Calibration]:
+    """The bundled worker on one of these GPUs, and the factor of its decode steps, which needs no FLOPs.
+
+    Which factor is nearest does not depend on the layout. Raises InvalidSpec when no bandwidth is stated.
+    """
+    chip = built_in_measurements().chip(profile)
+    engine = replace(worker_engine(profile), kv_itemsize=ITEMSIZE[kv_dtype])
+    one_gpu = Setup(a, chip, GroupShape(1, 1, 1), engine, graphs=Graphs.NONE)
+    return one_gpu, calibration_for(one_gpu, DecodeLoad, profile.spec.calibration)
