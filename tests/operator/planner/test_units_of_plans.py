@@ -14,7 +14,7 @@ from kimi_operator.api.base import parse_bytes
 from kimi_operator.api.profile import DType, HardwareProfile
 from kimi_operator.errors import Problem
 from kimi_operator.planner import Infeasible, Plan, make_plan
-from kimi_operator.planner.budget import BlockPool, Budget, Captures, PagePool
+from kimi_operator.planner.budget import BlockPool, Budget, Captures, PagePool, PoolDesign
 from kimi_operator.planner.case import Case
 from kimi_operator.planner.memory import (
     ExpertFormat,
@@ -176,42 +176,51 @@ def lengths(refused: Infeasible) -> list[int]:
 
 
 @st.composite
-def budgets(draw: st.DrawFn) -> tuple[Budget, str]:
+def budgets(draw: st.DrawFn) -> Budget:
     """A GPU's memory in either design, with or without a stated pool and captured graphs."""
     design = draw(st.sampled_from(["pages", "blocks"]))
     lines = tuple(MemoryLine(f"line {i}", draw(SPARES), "") for i in range(2))
     memory = draw(SPARES) + sum(line.bytes for line in lines)
     pool = draw(st.none() | st.sampled_from([4 * GIB, 9 * GIB]))
     captures = draw(st.none() | st.builds(Captures, st.integers(0, 64 * 2**20)))
-    return Budget(memory, lines, page_pool() if design == "pages" else block_pool(1), pool, captures), design
+    pages = PagePool(64, *draw(st.sampled_from(PAGES_AND_SLOTS)))
+    return Budget(memory, lines, pages if design == "pages" else block_pool(1), pool, captures)
 
 
-def page_pool() -> PagePool:
-    return PagePool(64, page_bytes(K3, 64, DType.BFLOAT16), slot_bytes(K3, 2, DType.BFLOAT16))
+PAGES_AND_SLOTS = [
+    (page_bytes(K3, 64, DType.BFLOAT16), slot_bytes(K3, 2, DType.BFLOAT16)),
+    # so small that bytes and numbers of pages could be taken for each other
+    (40, 100),
+    (1, 100),
+]
 
 
 def block_pool(k: int, row_itemsize: int = 1) -> BlockPool:
     return BlockPool(block_layout(K3, 2, row_itemsize * k, 2 * k))
 
 
-def cases() -> st.SearchStrategy[tuple[Case, str]]:
+def cases() -> st.SearchStrategy[Case]:
     lengths = st.lists(st.integers(1, 20_000), min_size=1, max_size=8).map(tuple).map(empirical)
     work = st.builds(Workload, lengths, st.integers(1, 4000).map(fixed), concurrency=st.none() | st.integers(1, 500))
 
-    def case(work: Workload, role: Role, budget: tuple[Budget, str], most_seqs: int) -> tuple[Case, str]:
-        return Case(work, role, 8, budget[0], most_seqs, K3.max_positions), budget[1]
+    def case(work: Workload, role: Role, budget: Budget, most_seqs: int) -> Case:
+        return Case(work, role, 8, budget, most_seqs, K3.max_positions)
 
     return st.builds(case, work, st.sampled_from(list(Role)), budgets(), st.integers(1, 512))
 
 
 @settings(max_examples=60)
-@given(drawn=cases(), k=SIZES)
-def test_a_budget_in_smaller_bytes_is_solved_alike(drawn: tuple[Case, str], k: int) -> None:
-    case, design = drawn
+@given(case=cases(), k=SIZES)
+def test_a_budget_in_smaller_bytes_is_solved_alike(case: Case, k: int) -> None:
     budget = case.budget
-    with smaller_bytes(k):
-        design_k = page_pool() if design == "pages" else block_pool(k)
-    assert design_k.unit_bytes == budget.design.unit_bytes * k
+    if isinstance(budget.design, PagePool):
+        pages = budget.design
+        design_k: PoolDesign = replace(pages, page_bytes=pages.page_bytes * k, slot_bytes=pages.slot_bytes * k)
+    else:
+        with smaller_bytes(k):
+            design_k = block_pool(k)
+        layout = block_pool(1).layout
+        assert design_k == BlockPool(replace(layout, block_bytes=layout.block_bytes * k))
     budget_k = Budget(
         budget.memory * k,
         tuple(replace(line, bytes=line.bytes * k) for line in budget.lines),
@@ -238,16 +247,19 @@ def test_a_budget_in_smaller_bytes_is_solved_alike(drawn: tuple[Case, str], k: i
 
 
 @settings(max_examples=60)
-@given(drawn=cases(), k=FEW)
-def test_a_budget_in_smaller_tokens_is_solved_alike(drawn: tuple[Case, str], k: int) -> None:
+@given(case=cases(), k=FEW)
+def test_a_budget_in_smaller_tokens_is_solved_alike(case: Case, k: int) -> None:
     """The same bytes hold k times the tokens, each of 1/k of the bytes; pages, blocks and requests stay."""
-    case, design = drawn
     budget, work = case.budget, case.workload
-    if design == "blocks":
-        # rows of k bytes, k to be a divisor, against k rows of one byte
-        budget = replace(budget, design=block_pool(1, k))
-    with smaller_tokens(k):
-        design_k = block_pool(1) if design == "blocks" else replace(page_pool(), page_size_tokens=64 * k)
+    if isinstance(budget.design, PagePool):
+        design_k: PoolDesign = replace(budget.design, page_size_tokens=64 * k)
+    else:
+        # rows of k bytes against k rows of one byte
+        one_block = block_pool(1, k)
+        budget = replace(budget, design=one_block)
+        with smaller_tokens(k):
+            design_k = block_pool(1)
+        assert design_k == BlockPool(replace(one_block.layout, block_tokens=one_block.layout.block_tokens * k))
     work_k = replace(
         work,
         prompt=empirical(tuple(tokens * k for tokens in work.prompt.points)),
