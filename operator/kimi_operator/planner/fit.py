@@ -25,7 +25,7 @@ from kimi_operator.planner.predict import (
     roofline_s,
     roofline_terms,
 )
-from kimi_operator.planner.roofline import ASSUMED, DecodeLoad, PrefillLoad, Setup
+from kimi_operator.planner.roofline import ASSUMED, Attention, DecodeLoad, PrefillLoad, Setup
 
 ENOUGH_POINTS = 3
 """From so many measured points on, their own leave-one-out error counts instead of the published held-out one."""
@@ -151,9 +151,11 @@ def refit(measured: Sequence[Sample], before: Calibration, published: Sequence[S
 def least_possible_s(sample: Sample) -> float:
     """Only the bytes that every step reads, and a prompt's FLOPs, at the peak of the data sheet.
 
-    Of the experts nothing is counted in decode: real tokens may hit fewer than uniform routing does.
+    Of the experts nothing is counted in decode: real tokens may hit fewer than uniform routing does. Attention is
+    counted in its cheapest form, without the expansion: an engine may have learnt it.
     """
-    terms = roofline_terms(sample.setup, sample.load, _PERFECT)
+    setup = replace(sample.setup, engine=replace(sample.setup.engine, attention=Attention.EXPANDED))
+    terms = roofline_terms(setup, sample.load, _PERFECT)
     return sum(term.seconds for term in terms if term.label in _UNAVOIDABLE)
 
 

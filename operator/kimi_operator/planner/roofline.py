@@ -29,6 +29,8 @@ class Chip:
     bf16_flops: float | None = None
     link_bytes_per_second: float | None = None
     nic_bytes_per_second: float | None = None
+    float32_slowdown: float = 16.0
+    """Matrix FLOPs in bfloat16 over those in float32; where nobody stated it, the worst of known chips."""
 
 
 class Resident(StrEnum):
@@ -61,7 +63,8 @@ class Attention(StrEnum):
     """In keys and values of every head. Each chunk expands those of all tokens before it anew from their cached rows
     (vLLM, SGLang)."""
     LATENT = "latent"
-    """In the cached rows themselves: nothing to expand, but a pair of tokens costs 3.4 times as much (this worker)."""
+    """In the cached rows themselves, in float32 (this worker): nothing to expand, but a pair of tokens takes 3.4 times
+    the FLOPs, each many times as long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,15 +198,17 @@ def prefill_terms(setup: Setup, load: PrefillLoad, constants: Constants = ASSUME
     linear = sum(count * _chunk_s(setup, size, load.busy_lanes, constants) for count, size in chunks)
     pairs = load.new_tokens * load.cached_tokens + load.new_tokens * (load.new_tokens + 1) // 2
     attention = _attention_flops(setup, pairs)
-    rate = setup.chip.bf16_flops * constants.attention_share
+    rate = setup.chip.bf16_flops * constants.attention_share / _attention_slowdown(setup)
     latency: dict[str, float] = {}
     for count, size in chunks:
         for term in _latency_terms(setup, size, constants):
             latency[term.label] = latency.get(term.label, 0.0) + count * term.seconds
-    how = f"{full + bool(rest)} chunks"
+    how, precision = f"{full + bool(rest)} chunks", ", in float32" if _attention_slowdown(setup) > 1 else ""
     return (
         Term("matrix products", linear, f"{how}, the longer of FLOPs and weight bytes each"),
-        Term("attention", attention / rate, f"{attention / 1e12:.1f} TFLOP a rank: {pairs:,} pairs of tokens"),
+        Term(
+            "attention", attention / rate, f"{attention / 1e12:.1f} TFLOP a rank: {pairs:,} pairs of tokens{precision}"
+        ),
         *_expansion_terms(setup, load, rate),
         *(Term(label, seconds, how) for label, seconds in latency.items()),
     )
@@ -277,6 +282,10 @@ def _attention_flops(setup: Setup, pairs: int) -> float:
     if setup.engine.attention is Attention.LATENT:
         width = a.kv_lora + a.qk_rope + a.kv_lora
     return 2 * width * a.num_heads / setup.shape.tensor_parallel * a.num_mla_layers * pairs
+
+
+def _attention_slowdown(setup: Setup) -> float:
+    return setup.chip.float32_slowdown if setup.engine.attention is Attention.LATENT else 1.0
 
 
 def _expansion_terms(setup: Setup, load: PrefillLoad, rate: float) -> Iterator[Term]:

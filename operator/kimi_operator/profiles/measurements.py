@@ -50,6 +50,13 @@ class LinkFigures(ApiModel):
     source: str
 
 
+class Float32Figures(ApiModel):
+    """How many times as long a matrix product takes in float32 as in bfloat16."""
+
+    slowdown: float = Field(ge=1, le=1024)
+    source: str
+
+
 class EngineFigures(ApiModel):
     """What bytes depend on in an engine."""
 
@@ -116,6 +123,7 @@ class MeasurementFile(ApiModel):
     decode: tuple[DecodeFigures, ...]
     prefill: tuple[PrefillFigures, ...]
     notes: tuple[Note, ...] = ()
+    float32: dict[str, Float32Figures] = Field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +135,8 @@ class Measurements:
     engines: Mapping[str, Engine]
     samples: tuple[Sample, ...]
     notes: tuple[Note, ...]
+    float32: Mapping[str, float]
+    """Slowdown by instruction set."""
 
     def engine(self, name: str, where: str) -> Engine:
         """An engine by name. Raises InvalidSpec that lists the known ones; `where` is the field that named it."""
@@ -138,6 +148,7 @@ class Measurements:
         if gpu.hbm_bytes_per_second is None:
             field = f"HardwareProfile {name}: spec.gpu.hbmBytesPerSecond"
             raise InvalidSpec((Problem(field, "nothing", "bytes a second", "state the peak memory bandwidth"),))
+        slowdown = self.float32.get(gpu.architecture)
         return Chip(
             name=name,
             isa=gpu.architecture,
@@ -145,6 +156,7 @@ class Measurements:
             bf16_flops=gpu.bf16_flops_per_second,
             link_bytes_per_second=self.links.get(gpu.architecture),
             nic_bytes_per_second=fabric.nic_bytes_per_second,
+            **({} if slowdown is None else {"float32_slowdown": slowdown}),
         )
 
 
@@ -155,7 +167,8 @@ def read_measurements(
     figures = parse(MeasurementFile, document, where)
     links = {name: link.bytes_per_second for name, link in figures.links.items()}
     engines = {name: _engine(name, e) for name, e in figures.engines.items()}
-    found = Measurements(links, engines, (), figures.notes)
+    float32 = {name: each.slowdown for name, each in figures.float32.items()}
+    found = Measurements(links, engines, (), figures.notes, float32)
     points: list[DecodeFigures | PrefillFigures] = [*figures.decode, *figures.prefill]
     samples = (_sample(found, architecture, profiles, point, f"{where}:{point.name}") for point in points)
     return replace(found, samples=tuple(samples))

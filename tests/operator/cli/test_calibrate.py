@@ -78,7 +78,7 @@ def test_the_text_shows_old_and_new_factor_and_errors_of_each_point(
 
 
 def test_json_holds_everything_the_text_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = by_hand(2.5) | {"prefill": [{"promptTokens": 50_000, "seconds": 30.0}]}
+    run = by_hand(2.5) | {"prefill": [{"promptTokens": 50_000, "seconds": 90.0}]}
     calibrate(written(tmp_path, run, "run.json"), output="json")
     found = json.loads(capsys.readouterr().out)
     assert found["phases"]["decode"]["factorAfter"] == pytest.approx(2.5)

@@ -207,9 +207,14 @@ def test_each_chunk_expands_all_rows_before_it(load: PrefillLoad) -> None:
     assert seconds * MI300X.bf16_flops * ASSUMED.attention_share == pytest.approx(flops, rel=1e-9)
 
 
-def test_attention_in_cached_rows_expands_nothing_and_is_as_wide_as_they_are() -> None:
+def test_attention_in_cached_rows_expands_nothing_and_is_as_wide_as_they_are_in_float32() -> None:
+    assert [BUILT_IN.chip(built_in_profiles()[n]).float32_slowdown for n in ("mi300x", "mi308x", "mi355x")] == [
+        8,
+        8,
+        16,
+    ]
     load = PrefillLoad(5000, 7000)
     expanded, latent = (prefill_seconds(attention, load) for attention in Attention)
     assert "expansion" not in latent
-    assert latent["attention"] == pytest.approx((512 + 64 + 512) / (128 + 64 + 128) * expanded["attention"])
+    assert latent["attention"] == pytest.approx(8 * (512 + 64 + 512) / (128 + 64 + 128) * expanded["attention"])
     assert latent["matrix products"] == expanded["matrix products"]
