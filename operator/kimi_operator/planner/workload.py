@@ -45,11 +45,17 @@ class Lengths:
         """Mean length in tokens, exact for the points."""
         return Fraction(sum(self.points), len(self.points))
 
+    @property
+    def stated(self) -> int:
+        """What must be served: the longest, but of a tail only the point below the median."""
+        return self.points[(len(self.points) - 1) // 2] if self.has_tail else self.longest
+
     def within(self, limit: int) -> Lengths:
         """The same with nothing above `limit` tokens."""
         if self.longest <= limit:
             return self
-        return Lengths(tuple(min(point, limit) for point in self.points), limit, self.text, self.has_tail)
+        points = tuple(min(point, limit) for point in self.points)
+        return Lengths(points, limit, f"{self.text}, over {limit:,} refused", self.has_tail)
 
     def plus(self, other: Lengths) -> Lengths:
         """Sums of two independent lengths."""
@@ -96,7 +102,7 @@ def empirical(observed: tuple[int, ...]) -> Lengths:
 
 @dataclass(frozen=True)
 class Workload:
-    """Requests as a lane sees them. Prompt and output lengths are independent of each other."""
+    """Requests as a lane sees them. Prompt and output lengths are independent of each other, unless a tail was cut."""
 
     prompt: Lengths
     output: Lengths
@@ -107,11 +113,17 @@ class Workload:
     concurrency: int | None = None
     """Requests in decode at once, over all lanes; None asks for as many as fit."""
     requests_per_second: Fraction | None = None
+    whole: Workload | None = None
+    """The workload before its tails were cut; None when nothing was."""
+    longest: int | None = None
+    """Where a cut workload's requests end, in tokens."""
 
     @cached_property
     def decode_tokens(self) -> Lengths:
         """What a request holds on decode just before it ends: its prompt and its whole answer."""
-        return self.prompt.plus(self.output)
+        if self.whole is None or self.longest is None:
+            return self.prompt.plus(self.output)
+        return self.whole.decode_tokens.within(self.longest)
 
     def tokens(self, role: Role) -> Lengths:
         """What a request holds at most on a lane of a role."""
@@ -136,11 +148,19 @@ class Workload:
         return max(1, math.ceil(self.requests_per_second * self.output.mean * Fraction(str(self.tpot_s))))
 
     def within(self, max_positions: int) -> Workload:
-        """The same with nothing longer than the model. Call `check_lengths` first: only tails may be cut."""
-        if self.decode_tokens.longest <= max_positions:
+        """The same as a worker serves it that takes no more tokens a request: its answers end there.
+
+        Of prompts only a tail is cut. What `check_lengths` refuses stays as it is: it cannot be served.
+        """
+        whole = self.whole or self
+        if self.decode_tokens.longest <= max_positions or check_lengths(whole, max_positions):
             return self
-        output = self.output.within(max(1, max_positions - 1))
-        return replace(self, prompt=self.prompt.within(max(1, max_positions - output.longest)), output=output)
+        prompt = whole.prompt.within(max_positions - 1)
+        rooms = [max_positions - tokens for tokens in prompt.points]
+        answers = sorted(min(answer, room) for room in rooms for answer in whole.output.points)
+        text = f"{whole.output}, ended where a request has {max_positions:,}"
+        output = Lengths(tuple(answers), min(whole.output.longest, max(rooms)), text, whole.output.has_tail)
+        return replace(self, prompt=prompt, output=output, whole=whole, longest=max_positions)
 
 
 def read_workload(document: Mapping[str, Any], where: str = "workload") -> Workload:
@@ -178,18 +198,22 @@ def _number_is_fixed(value: object) -> object:
 
 
 def check_lengths(workload: Workload, max_positions: int, where: str = "workload") -> tuple[Problem, ...]:
-    """Lengths that the model was not made for. The tail of a log-normal may be longer: it is cut, not refused."""
+    """Lengths that the model was not made for. The tail of a log-normal may be longer: it is cut, not refused.
+
+    What is stated is served: the longest of lengths without a tail, and the median of those with one, together.
+    """
     problems = []
     for field, lengths in (("prompt", workload.prompt), ("output", workload.output)):
-        stated = lengths.points[len(lengths.points) // 2] if lengths.has_tail else lengths.longest
-        if stated >= max_positions:
+        if lengths.stated >= max_positions:
             expected = f"less than {max_positions:,} tokens, the model's longest sequence"
             problems.append(Problem(f"{where}.{field}", str(lengths), expected, f"lower it below {max_positions:,}"))
-    longest = workload.decode_tokens.longest
-    if not problems and longest > max_positions and not workload.decode_tokens.has_tail:
-        got = f"{workload.prompt} and {workload.output}: {longest:,} together"
+    together = workload.prompt.stated + workload.output.stated
+    if not problems and together > max_positions:
+        at_median = ", tails at their median" if workload.decode_tokens.has_tail else ""
+        got = f"{workload.prompt} and {workload.output}: {together:,} together{at_median}"
         expected = f"at most {max_positions:,} tokens, the model's longest sequence"
-        remedy = f"lower the longest prompt to {max_positions - workload.output.longest:,}"
+        which = "median" if workload.prompt.has_tail else "longest"
+        remedy = f"lower the {which} prompt to {max_positions - workload.output.stated:,}"
         problems.append(Problem(f"{where}.prompt", got, expected, remedy))
     return tuple(problems)
 

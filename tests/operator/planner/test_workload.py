@@ -13,6 +13,8 @@ from kimi_operator.api.deployment import Role
 from kimi_operator.errors import InvalidSpec
 from kimi_operator.planner.workload import (
     NUM_POINTS,
+    Lengths,
+    Workload,
     check_lengths,
     empirical,
     fixed,
@@ -144,6 +146,94 @@ def test_the_tail_of_a_log_normal_is_cut_not_refused() -> None:
     assert served.decode_tokens.longest == 1000
     assert served.prompt.points[0] == workload.prompt.points[0]
     assert served.within(1000) is served
+
+
+# what is cut: pairs of a prompt and an answer, each served as a worker serves it
+
+SHORT = st.integers(1, 3000)
+STATED = st.one_of(
+    SHORT.map(fixed),
+    st.tuples(SHORT, SHORT).map(lambda two: uniform(min(two), max(two))),
+    st.lists(SHORT, min_size=1, max_size=40).map(lambda many: empirical(tuple(many))),
+)
+TAILED = st.tuples(SHORT, st.integers(1, 30)).map(lambda two: log_normal(two[0], two[0] * two[1]))
+ANY = st.one_of(STATED, TAILED)
+
+
+def longer(lengths: Lengths, factor: int) -> Lengths:
+    """Every length drawn out by the same factor."""
+    return Lengths(
+        tuple(point * factor for point in lengths.points), lengths.longest * factor, "longer", lengths.has_tail
+    )
+
+
+@given(prompt=ANY, output=ANY, limit=st.integers(1, 8000))
+def test_a_cut_workload_is_what_a_worker_serves_pair_by_pair(prompt: Lengths, output: Lengths, limit: int) -> None:
+    whole = Workload(prompt, output)
+    cut = whole.within(limit)
+    if check_lengths(whole, limit):
+        assert cut is whole
+        return
+    pairs = [(min(p, limit - 1), o) for p in prompt.points for o in output.points]
+    assert cut.decode_tokens.points == tuple(sorted(min(p + o, limit) for p, o in pairs))
+    assert cut.decode_tokens.longest == min(prompt.longest + output.longest, limit)
+    assert cut.output.mean == Fraction(sum(min(o, limit - p) for p, o in pairs), len(pairs))
+    assert cut.prompt.mean + cut.output.mean == cut.decode_tokens.mean
+    assert cut.within(limit) is cut
+
+
+@given(prompt=STATED, output=ANY, limit=st.integers(1, 8000))
+def test_prompts_without_a_tail_are_never_cut(prompt: Lengths, output: Lengths, limit: int) -> None:
+    assert Workload(prompt, output).within(limit).prompt is prompt
+
+
+@given(prompt=STATED, output=STATED, limit=st.integers(1, 8000))
+def test_requests_without_a_tail_are_served_whole_or_refused(prompt: Lengths, output: Lengths, limit: int) -> None:
+    workload = Workload(prompt, output)
+    assert workload.within(limit) is workload
+    assert (check_lengths(workload, limit) == ()) == (prompt.longest + output.longest <= limit)
+
+
+@given(prompt=ANY, output=TAILED, factor=st.integers(2, 30), limit=st.integers(1, 8000))
+def test_a_longer_tail_never_asks_for_less(prompt: Lengths, output: Lengths, factor: int, limit: int) -> None:
+    short, long = Workload(prompt, output), Workload(prompt, longer(output, factor))
+    if check_lengths(long, limit):
+        return
+    assert check_lengths(short, limit) == ()
+    less, more = short.within(limit), long.within(limit)
+    assert less.prompt.points == more.prompt.points
+    assert less.decode_tokens.longest <= more.decode_tokens.longest
+    assert all(a <= b for a, b in zip(less.decode_tokens.points, more.decode_tokens.points, strict=True))
+    assert less.output.mean <= more.output.mean
+
+
+@given(prompt=ANY, output=ANY, limits=st.tuples(st.integers(1, 8000), st.integers(1, 8000)))
+def test_cutting_twice_is_cutting_to_the_lesser(prompt: Lengths, output: Lengths, limits: tuple[int, int]) -> None:
+    workload, least = Workload(prompt, output), min(limits)
+    if check_lengths(workload, least):
+        return
+    twice = workload.within(max(limits)).within(least)
+    assert (twice.prompt, twice.output, twice.decode_tokens) == (
+        workload.within(least).prompt,
+        workload.within(least).output,
+        workload.within(least).decode_tokens,
+    )
+
+
+def test_what_is_cut_is_told() -> None:
+    tail = {"logNormal": {"median": 300, "p95": 1200}}
+    served = read_workload(document(prompt=tail, output=tail)).within(1000)
+    assert str(served.prompt) == "log-normal, median 300, p95 1,200 tokens, over 999 refused"
+    assert str(served.output) == "log-normal, median 300, p95 1,200 tokens, ended where a request has 1,000"
+
+
+@pytest.mark.parametrize(("prompt", "which"), [(fixed(700), "longest"), (log_normal(700, 800), "median")])
+def test_a_tail_whose_median_has_no_room_is_refused_with_what_has(prompt: Lengths, which: str) -> None:
+    (problem,) = check_lengths(Workload(prompt, log_normal(400, 500)), 1000)
+    assert problem.got.endswith(" together, tails at their median")
+    room = int(problem.remedy.removeprefix(f"lower the {which} prompt to "))
+    shorter = fixed(room) if which == "longest" else log_normal(room, room + 100)
+    assert check_lengths(Workload(shorter, log_normal(400, 500)), 1000) == ()
 
 
 def test_a_log_normal_meets_its_median_and_its_95th_percentile() -> None:
