@@ -49,7 +49,9 @@ class RoleOutlook:
     groups: int
     shape: GroupShape
     case: Case
-    """With the plan's maxNumSeqs."""
+    """With the plan's maxNumSeqs and its slots."""
+    widest: Case
+    """With slots cut for as many as would run, up to the profile's limit."""
     at_plan: Solution | Problem
     """What the plan's settings run."""
     best: Solution | Problem
@@ -166,7 +168,7 @@ def look_ahead(planned: Planned, stated: Workload | None, *, is_assumed: bool | 
     return Outlook(
         planned=planned,
         plan=plan,
-        workload=workload,
+        workload=served,
         is_assumed=stated is None if is_assumed is None else is_assumed,
         prefill=roles[Role.PREFILL],
         decode=roles[Role.DECODE],
@@ -200,7 +202,7 @@ def _role(planned: Planned, plan: Plan, role: Role, workload: Workload, forecast
     of_role, spec = plan.role(role), planned.deployment.spec.role(role)
     shape = shape_of(planned, role)
     lines = tuple(line for line in of_role.lines if line.label not in POOL_LABELS)
-    pool = PagePool(of_role.page_size_tokens, of_role.page_bytes, of_role.slot_bytes)
+    pool = PagePool(of_role.page_size_tokens, of_role.page_bytes, of_role.slot_bytes, slots=of_role.num_state_slots)
     timing: Timing | None = None if forecast is None else forecast.timing(shape, role)
     case = Case(
         workload=workload,
@@ -211,13 +213,18 @@ def _role(planned: Planned, plan: Plan, role: Role, workload: Workload, forecast
         max_positions=max(of_role.max_model_len, 1),
         timing=timing,
     )
-    widest = replace(case, most_seqs=max(planned.profile.spec.limits.max_num_seqs, of_role.max_num_seqs))
+    widest = replace(
+        case,
+        budget=replace(case.budget, design=replace(pool, slots=None)),
+        most_seqs=max(planned.profile.spec.limits.max_num_seqs, of_role.max_num_seqs),
+    )
     at_plan = solve(case)
     return RoleOutlook(
         plan=of_role,
         groups=spec.groups,
         shape=shape,
         case=case,
+        widest=widest,
         at_plan=at_plan,
         best=solve(widest),
         stretches=stretches(widest),
@@ -311,15 +318,14 @@ def _spread(least: int, most: int, count: int) -> Iterator[int]:
 def contexts(outlook: Outlook) -> tuple[ContextPoint, ...]:
     """Requests that all decode lanes hold at once, against the context of each."""
     role, longest = outlook.decode, outlook.plan.decode.max_model_len
-    limit = max(outlook.planned.profile.spec.limits.max_num_seqs, role.plan.max_num_seqs)
     tokens = sorted({*_spread(min(SHORTEST_CONTEXT, longest), longest, CONTEXT_POINTS)})
-    return tuple(_context_point(role, context, limit) for context in tokens)
+    return tuple(_context_point(role, context) for context in tokens)
 
 
-def _context_point(role: RoleOutlook, context: int, limit: int) -> ContextPoint:
+def _context_point(role: RoleOutlook, context: int) -> ContextPoint:
     pages = -(-context // role.plan.page_size_tokens)
     planned = min(role.plan.max_num_seqs, role.plan.num_pages // pages)
     # the whole request is prompt, so that decode holds exactly this context
     work = Workload(fixed(max(1, context - 1)), fixed(1), reuse=Fraction(0))
-    cut = solve(replace(role.case, workload=work, most_seqs=limit, timing=None))
+    cut = solve(replace(role.widest, workload=work, timing=None))
     return ContextPoint(context, planned * role.lanes, cut.running if isinstance(cut, Solution) else 0)

@@ -29,6 +29,7 @@ from kimi_operator.planner.search import Candidate, Search, SearchResult, page_p
 from kimi_operator.planner.workload import Workload, read_workload
 from kimi_operator.profiles import architecture, select_profile
 from kimi_operator.profiles.forecast import forecast_of
+from kimi_operator.profiles.support import support_problem, support_warning
 
 SHOWN = 10
 SEARCHED_FLAGS = ("--chip", "--architecture", "--kv-cache")
@@ -49,6 +50,8 @@ class Found:
     calibrated_on: str
     price: float | None
     """Of a GPU-hour; None when nobody asks for costs."""
+    warning: str | None = None
+    """What to say of the bundled worker on this hardware; None when it is made for it."""
 
     def shown(self, output: str) -> str:
         """The search as text, json or yaml."""
@@ -111,8 +114,13 @@ def _workload(document: Mapping[str, Any], profile: HardwareProfile, model: Arch
 
 
 def find_layouts(a: Architecture, profile: HardwareProfile, kv: DType, workload: Workload, num_nodes: int) -> Found:
-    """Search. Raises InvalidSpec when the number of nodes or the workload's lengths are out of range."""
-    spec = profile.spec
+    """Search. Raises InvalidSpec when the number of nodes or the workload's lengths are out of range.
+
+    It raises InvalidSpec too for hardware that the bundled worker cannot run on.
+    """
+    if unsupported := support_problem(profile):
+        raise InvalidSpec((unsupported,))
+    spec, workload = profile.spec, workload.within(a.max_positions)
     is_gpu = spec.runtime.device is Device.CUDA
     request = Search(
         architecture=a,
@@ -130,7 +138,8 @@ def find_layouts(a: Architecture, profile: HardwareProfile, kv: DType, workload:
     else:
         request = dataclasses.replace(request, timing=forecast.timing, throughput=forecast.throughput)
         text = f"decode: {forecast.decode.text}; prefill: {forecast.prefill.text}"
-    return Found(profile.metadata.name, num_nodes, workload, search(request), no_speed, text, price=None)
+    name, warning = profile.metadata.name, support_warning(profile)
+    return Found(name, num_nodes, workload, search(request), no_speed, text, price=None, warning=warning)
 
 
 def search_text(found: Found) -> Iterator[str]:
@@ -140,6 +149,8 @@ def search_text(found: Found) -> Iterator[str]:
         f"{len(result.ranked)} layouts fit {found.num_nodes} nodes of {found.profile} with prompts of {work.prompt}, "
         f"answers of {work.output}; {len(result.refused)} shapes of a group do not"
     )
+    if found.warning:
+        yield f"warning: {found.warning}"
     if found.no_speed:
         yield f"not ranked by throughput: {found.no_speed}"
     yield f"ranked by {result.objective}"
@@ -171,7 +182,7 @@ def _cells(place: int, candidate: Candidate) -> tuple[str, ...]:
         *shapes,
         f"{candidate.decode.max_num_seqs:,}",
         f"{candidate.capacity:,}",
-        f"{candidate.decode.max_model_len:,}",
+        f"{candidate.longest:,}",
         "-" if rate is None else number(rate),
     )
 
@@ -197,6 +208,7 @@ def search_document(found: Found) -> dict[str, Any]:
         "profile": found.profile,
         "nodes": found.num_nodes,
         "objective": result.objective,
+        "warnings": [found.warning] if found.warning else [],
         "calibrated_on": found.calibrated_on or found.no_speed,
         "ranked": [
             {
@@ -228,6 +240,6 @@ def _role_document(candidate: Candidate, role: Role) -> dict[str, Any]:
         "gpus_per_node": shape.gpus_per_node,
         "tensor_parallel": shape.tensor_parallel,
         "max_num_seqs": solution.max_num_seqs,
-        "max_model_len": solution.max_model_len,
+        "max_model_len": candidate.longest,
         "binds": solution.binds.value,
     }

@@ -49,6 +49,8 @@ class PagePool:
     page_bytes: int
     slot_bytes: int
     unit: str = "KV pages"
+    slots: int | None = None
+    """Slots of a pool that is cut already; None cuts what the running requests need."""
 
     @property
     def unit_bytes(self) -> int:
@@ -57,7 +59,7 @@ class PagePool:
 
     def fixed_bytes(self, max_num_seqs: int) -> int:
         """State slots of running requests and of those that a handoff has reserved."""
-        return num_slots(max_num_seqs) * self.slot_bytes
+        return (self.slots or num_slots(max_num_seqs)) * self.slot_bytes
 
     def units(self, tokens: int) -> int:
         """Pages."""

@@ -60,6 +60,8 @@ class Case:
     max_positions: int
     """Longest sequence of the model."""
     timing: Timing | None = None
+    longest: int = 1
+    """Tokens of a request that must fit whatever the workload's are, such as maxModelLen."""
 
     def __post_init__(self) -> None:
         """Raises InvalidSpec for counts below 1."""
@@ -73,7 +75,16 @@ class Case:
     @property
     def requests(self) -> Lengths:
         """Tokens that a request holds on this role."""
-        return self.workload.within(self.max_positions).tokens(self.role)
+        return self._served.tokens(self.role)
+
+    @property
+    def longest_request(self) -> int:
+        """Tokens that one request must find room for. Both roles have one limit: a prompt and its whole answer."""
+        return max(self.longest, self._served.decode_tokens.longest)
+
+    @property
+    def _served(self) -> Workload:
+        return self.workload.within(self.max_positions)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,10 @@ from kimi_operator.api.deployment import Role
 from kimi_operator.api.profile import DType
 from kimi_operator.errors import InvalidSpec, Problem
 from kimi_operator.planner.budget import Budget, PagePool
-from kimi_operator.planner.case import Case, Limit, Solution, Timing
+from kimi_operator.planner.case import Case, Solution, Timing
 from kimi_operator.planner.memory import GroupShape
-from kimi_operator.planner.pools import Room, Settings
-from kimi_operator.planner.solve import most, solve
+from kimi_operator.planner.pools import Room, Settings, num_slots
+from kimi_operator.planner.solve import solve
 from kimi_operator.planner.workload import Workload, check_lengths, workload_of
 
 FIELD = "spec.workload"
@@ -52,33 +52,40 @@ def read_demand(s: Settings, speed: Speed | None) -> Demand | None:
         return Demand(workload, None, (f"{FIELD}.targets are left aside: {error}",))
 
 
+def holding(s: Settings, workload: Workload) -> Settings:
+    """Settings whose pools must hold the workload's longest request, where the spec states no maxModelLen."""
+    if s.spec.model.max_model_len is not None:
+        return s
+    shorten = "lower the workload's longest request to"
+    if workload.decode_tokens.has_tail:
+        shorten = "shorten the workload's tail, or cut it by spec.model.maxModelLen, to"
+    return replace(s, longest=workload.decode_tokens.longest, shorten=shorten)
+
+
 def solve_role(s: Settings, room: Room, demand: Demand) -> Solution | Problem:
     """Running requests of a lane for the workload; at most what the user or the profile allows.
 
-    `room` is the role cut by any rule: what is spent before the pools, and the sizes of pages and slots, stay.
+    `room` is the role cut by any rule: what is spent before the pools, and the sizes of pages and slots, stay. What
+    the user states is judged with its own slots, which are set aside however few requests run.
     """
+    stated = s.spec.role(room.role).max_num_seqs
+    return solve(_case(s, room, demand, slots=None if stated is None else num_slots(stated)))
+
+
+def _case(s: Settings, room: Room, demand: Demand, slots: int | None) -> Case:
+    """With so many slots cut already; None cuts them for the running requests that are found."""
     role_spec, units, size = s.spec.role(room.role), room.units, s.profile.limits.page_size_tokens
-    budget = Budget(s.profile.gpu.memory, room.lines, PagePool(size, units.page_bytes, units.slot_bytes))
-    # A request of maxModelLen must fit too, however short those of the workload are.
-    allowed = role_spec.max_num_seqs or s.profile.limits.max_num_seqs
-    most_seqs = max(1, most(lambda n: budget.num_units(n) >= units.pages_needed, 1, allowed))
-    timing = None if demand.timing is None else demand.timing(room.shape, room.role)
-    solution = solve(
-        Case(
-            workload=demand.workload,
-            role=room.role,
-            lanes=room.shape.lanes * role_spec.groups,
-            budget=budget,
-            most_seqs=most_seqs,
-            max_positions=_longest(s),
-            timing=timing,
-        )
+    pool = PagePool(size, units.page_bytes, units.slot_bytes, slots=slots)
+    return Case(
+        workload=demand.workload,
+        role=room.role,
+        lanes=room.shape.lanes * role_spec.groups,
+        budget=Budget(s.profile.gpu.memory, room.lines, pool),
+        most_seqs=role_spec.max_num_seqs or s.profile.limits.max_num_seqs,
+        max_positions=_longest(s),
+        timing=None if demand.timing is None else demand.timing(room.shape, room.role),
+        longest=s.longest,
     )
-    if isinstance(solution, Problem) or most_seqs == allowed:
-        return solution
-    how = f"a request of maxModelLen, {_longest(s):,} tokens, must fit beside the slots of all"
-    bounds = (replace(bound, how=how) if bound.limit is Limit.LANES else bound for bound in solution.bounds)
-    return replace(solution, bounds=tuple(bounds))
 
 
 def binds_text(demand: Demand, solution: Solution) -> str:
@@ -92,16 +99,24 @@ def lengths_text(workload: Workload) -> str:
     return f"prompts of {workload.prompt}, answers of {workload.output}"
 
 
-def shortfalls(s: Settings, role: Role, solution: Solution) -> Iterator[str]:
+def shortfalls(s: Settings, room: Room, demand: Demand, solution: Solution) -> Iterator[str]:
     """What of the workload these settings do not meet, and a setting of the user's that it cannot fill."""
     for problem in solution.misses:
         yield str(replace(problem, field=f"spec.{problem.field}"))
-    stated = s.spec.role(role).max_num_seqs
-    holds = min(bound.max_num_seqs for bound in solution.bounds if bound.limit.is_memory)
-    if stated is not None and holds < stated:
-        expected = f"at most {holds}, which memory holds of this workload at once"
-        remedy = "lower it, or the youngest requests are preempted and computed again"
-        yield str(Problem(f"spec.{role}.maxNumSeqs", str(stated), expected, remedy))
+    stated, holds = s.spec.role(room.role).max_num_seqs, _held(solution)
+    if stated is None or holds >= stated:
+        return
+    freed = solve(_case(s, room, demand, slots=None))
+    assert isinstance(freed, Solution), freed
+    expected = f"at most {_held(freed)}, which memory holds of this workload at once"
+    beside = f"beside the slots of {stated} it holds {holds}, and the youngest requests are preempted"
+    remedy = f"lower it: {beside} and computed again"
+    yield str(Problem(f"spec.{room.role}.maxNumSeqs", str(stated), expected, remedy))
+
+
+def _held(solution: Solution) -> int:
+    """Requests of the workload that a lane's memory holds at once."""
+    return min(bound.max_num_seqs for bound in solution.bounds if bound.limit.is_memory)
 
 
 def _longest(s: Settings) -> int:

@@ -16,7 +16,16 @@ from kimi_operator.api.profile import Device, DType, HardwareProfile, HardwarePr
 from kimi_operator.errors import InvalidSpec, Problem
 from kimi_operator.planner.architecture import Architecture
 from kimi_operator.planner.case import Solution
-from kimi_operator.planner.demand import Demand, Speed, binds_text, lengths_text, read_demand, shortfalls, solve_role
+from kimi_operator.planner.demand import (
+    Demand,
+    Speed,
+    binds_text,
+    holding,
+    lengths_text,
+    read_demand,
+    shortfalls,
+    solve_role,
+)
 from kimi_operator.planner.layout import check_layout
 from kimi_operator.planner.memory import ExpertFormat, MemoryLine, expert_format
 from kimi_operator.planner.pools import Room, Settings, cut_pools, pool_lines
@@ -95,7 +104,10 @@ def make_plan(
 ) -> Plan | Infeasible:
     """Plan both roles. Pure; never raises for what a user can write in a valid spec and profile.
 
-    With spec.workload, running requests of a lane are solved for it; its targets need `speed`, the predictions.
+    With spec.workload, running requests of a lane are solved for it; its targets need `speed`, the predictions. What
+    is stated is served or refused: model.maxModelLen, or else the workload's longest request, is held by both roles.
+    Beyond that nothing is promised: slots are filled first, so more memory may buy running requests and leave fewer
+    pages, and with them a shorter longest request.
     """
     settings, problems = _settings(architecture, spec, profile.spec)
     problems += check_layout(architecture, spec, profile.spec)
@@ -106,6 +118,8 @@ def make_plan(
         problems += error.problems
     if problems:
         return Infeasible(problems)
+    if demand is not None:
+        settings = holding(settings, demand.workload)
     cuts = [_cut(settings, role, demand) for role in Role]
     problems = tuple(cut for cut in cuts if isinstance(cut, Problem))
     if problems:
@@ -137,7 +151,7 @@ def _settings(
             )
         )
     kv_dtype = KV_DTYPES.get(spec.precision.kv_cache, runtime.kv_cache_dtype)
-    return Settings(a, spec, profile, kv_dtype, transport), tuple(problems)
+    return Settings(a, spec, profile, kv_dtype, transport, spec.model.max_model_len or 1), tuple(problems)
 
 
 def _plan(s: Settings, profile: HardwareProfile, cuts: list[_Cut], demand: Demand | None) -> Plan:
@@ -165,8 +179,8 @@ def _warnings(s: Settings, cuts: list[_Cut], demand: Demand | None) -> Iterator[
     if demand is not None:
         yield from demand.warnings
     for cut in cuts:
-        if cut.solution is not None:
-            yield from shortfalls(s, cut.room.role, cut.solution)
+        if cut.solution is not None and demand is not None:
+            yield from shortfalls(s, cut.room, demand, cut.solution)
 
 
 def _role_plan(s: Settings, cut: _Cut, max_model_len: int, demand: Demand | None) -> RolePlan:

@@ -33,6 +33,10 @@ class Settings:
     profile: HardwareProfileSpec
     kv_dtype: DType
     transport: Transport
+    longest: int = 1
+    """Tokens of a request that a lane of either role must hold: maxModelLen, else the workload's longest."""
+    shorten: str = "lower spec.model.maxModelLen to"
+    """What makes it shorter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +75,7 @@ def cut_pools(s: Settings, role: Role, num_seqs: int | None = None) -> Room | Pr
     the profile sets aside for each.
     """
     role_spec = s.spec.role(role)
-    shape = GroupShape(role_spec.nodes_per_group, role_spec.gpus_per_node, role_spec.tensor_parallel)
+    shape = shape_of(s, role)
     units = measure(s, shape)
     if units.free < units.one_request:
         return _too_small(s, role, shape, units)
@@ -90,7 +94,7 @@ def measure(s: Settings, shape: GroupShape) -> Units:
         free=s.profile.gpu.memory - sum(line.bytes for line in fixed_lines(s, shape)),
         slot_bytes=slot_bytes(s.architecture, shape.tensor_parallel, s.profile.runtime.dtype),
         page_bytes=page_bytes(s.architecture, page_size, s.kv_dtype),
-        pages_needed=ceil_div(s.spec.model.max_model_len or 1, page_size),
+        pages_needed=ceil_div(s.longest, page_size),
     )
 
 
@@ -126,42 +130,53 @@ def _too_small(s: Settings, role: Role, shape: GroupShape, units: Units) -> Prob
     assert overflow is not None, units
     got = (
         f"{shape}: {bytes_text(weights)} of weights + {bytes_text(reserved)} reserved + "
-        f"{bytes_text(units.one_request)} for one request a GPU"
+        f"{bytes_text(units.one_request)} for one request of {s.longest:,} tokens a GPU"
     )
-    return Problem(f"spec.{role}", got, str(overflow), _remedy(s, shape, units))
+    return Problem(f"spec.{role}", got, str(overflow), _remedy(s, shape))
 
 
-def _remedy(s: Settings, shape: GroupShape, units: Units) -> str:
+def _remedy(s: Settings, shape: GroupShape) -> str:
     def fits(other: GroupShape) -> bool:
         measured = measure(s, other)
         return measured.free >= measured.one_request
 
     nearest = nearest_layout(s.architecture, shape, s.profile.gpu.per_node, fits)
     # Beside the running requests that the spec asks for, or following this would only bring the next refusal.
-    length = _longest(s, units, max(s.spec.role(role).max_num_seqs or 1 for role in Role))
+    length = longest_served(s)
     remedies = []
     if length > 0:
-        remedies.append(f"lower spec.model.maxModelLen to {length:,}")
+        remedies.append(f"{s.shorten} {length:,}")
     if nearest or not remedies:
         remedies.append(nearest_text(nearest))
     return ", or ".join(remedies)
 
 
-def _longest(s: Settings, units: Units, seqs: int) -> int:
-    """Tokens of the longest request that has its pages beside the slots of so many running ones; 0 or less if none."""
-    return (units.free - num_slots(seqs) * units.slot_bytes) // units.page_bytes * s.profile.limits.page_size_tokens
+def longest_served(s: Settings) -> int:
+    """Tokens of the longest request that both roles hold beside the slots of stated running ones; 0 or less if none."""
+    return min(_longest(s, role) for role in Role)
+
+
+def _longest(s: Settings, role: Role) -> int:
+    units, slots = measure(s, shape_of(s, role)), num_slots(s.spec.role(role).max_num_seqs or 1)
+    return (units.free - slots * units.slot_bytes) // units.page_bytes * s.profile.limits.page_size_tokens
+
+
+def shape_of(s: Settings, role: Role) -> GroupShape:
+    """Shape of a role's groups."""
+    role_spec = s.spec.role(role)
+    return GroupShape(role_spec.nodes_per_group, role_spec.gpus_per_node, role_spec.tensor_parallel)
 
 
 def _too_many(s: Settings, role: Role, seqs: int, units: Units) -> Problem:
     """One longest request fits, but not beside the slots of all running requests."""
     spare = units.free - units.pages_needed * units.page_bytes
     most = max(n for n in range(1, seqs) if num_slots(n) * units.slot_bytes <= spare)
-    need, length = num_slots(seqs) * units.slot_bytes, _longest(s, units, seqs)
-    shorter = f" or lower spec.model.maxModelLen to {length:,}" if length > 0 else ""
+    need, length = num_slots(seqs) * units.slot_bytes, longest_served(s)
+    shorter = f" or {s.shorten} {length:,}" if length > 0 else ""
     return Problem(
         f"spec.{role}.maxNumSeqs",
         f"{seqs}: {num_slots(seqs)} state slots of {bytes_text(units.slot_bytes)} need {need:,} B a GPU",
-        f"at most {spare:,} B, what weights, reserves and one request of maxModelLen leave",
+        f"at most {spare:,} B, what weights, reserves and one request of {s.longest:,} tokens leave",
         f"lower it to {most}{shorter}",
     )
 

@@ -32,6 +32,11 @@ class Candidate:
         return self.prefill.misses + self.decode.misses
 
     @property
+    def longest(self) -> int:
+        """Longest request that the layout serves, prompt and answer, in tokens: both roles hold it."""
+        return min(self.prefill.max_model_len, self.decode.max_model_len)
+
+    @property
     def capacity(self) -> int:
         """Requests of the workload that decode could run at once, whatever is asked for."""
         seqs = min(bound.max_num_seqs for bound in self.decode.bounds if bound.limit is not Limit.WORKLOAD)
@@ -79,7 +84,7 @@ def _rank(candidate: Candidate) -> tuple[float, ...]:
         -(candidate.throughput or 0.0),
         -candidate.capacity,
         layout.nodes,
-        -candidate.decode.max_model_len,
+        -candidate.longest,
         layout.decode.nodes,
         layout.prefill.nodes,
         layout.decode.tensor_parallel,

@@ -115,7 +115,7 @@ def _longest_and_total(design: PoolDesign, requests: Lengths) -> tuple[int, int]
 
 def _bounds(case: Case) -> Iterator[Bound]:
     """Every limit on MAX_NUM_SEQS; of equal ones the first is named."""
-    yield Bound(Limit.LANES, case.most_seqs, f"{case.lanes} lanes, each at most {case.most_seqs}")
+    yield _lanes_bound(case)
     if case.budget.captures is not None and case.budget.pool_bytes is not None:
         yield _graphs_bound(case)
     yield _memory_bound(case, case.requests)
@@ -124,6 +124,16 @@ def _bounds(case: Case) -> Iterator[Bound]:
     running = case.workload.running
     if running is not None and case.role is Role.DECODE:
         yield Bound(Limit.WORKLOAD, ceil_div(running, case.lanes), f"{running:,} at once over {case.lanes} lanes")
+
+
+def _lanes_bound(case: Case) -> Bound:
+    """What a lane may run, its slots beside the pages of the longest request."""
+    needed = case.budget.design.units(case.longest_request)
+    seqs = most(lambda n: case.budget.num_units(n) >= needed, 1, case.most_seqs)
+    if seqs == case.most_seqs:
+        return Bound(Limit.LANES, seqs, f"{case.lanes} lanes, each at most {seqs}")
+    how = f"a request of {case.longest_request:,} tokens, prompt and answer, must fit beside the slots of all"
+    return Bound(Limit.LANES, seqs, how)
 
 
 def _graphs_bound(case: Case) -> Bound:
@@ -142,7 +152,7 @@ def _memory_bound(case: Case, requests: Lengths) -> Bound:
     state = design.units(0) * design.unit_bytes
     # Slots of handoffs and captured graphs come one for several requests: spread, so that the name does not flicker.
     spent = {
-        Limit.SLOTS: ceil_div(design.fixed_bytes(_SPREAD), _SPREAD) + state,
+        Limit.SLOTS: ceil_div(design.fixed_bytes(2 * _SPREAD) - design.fixed_bytes(_SPREAD), _SPREAD) + state,
         Limit.PAGES: (need(seqs + 1) - need(max(1, seqs))) * design.unit_bytes - state,
     }
     if budget.pool_bytes is None:
@@ -195,7 +205,7 @@ def _refusal(case: Case) -> Problem | None:
         lower = budget.free - budget.graphs_bytes(1)
         remedy = f"lower it to {lower:,} B" if lower > 0 else "capture fewer graphs"
         return Problem(f"{field}.kvCacheMemoryBytes", got, f"at most {budget.free:,} B, what is free", remedy)
-    longest, units = case.requests.longest, budget.num_units(1)
+    longest, units = case.longest_request, budget.num_units(1)
     if budget.design.units(longest) <= units:
         return None
     got = f"a request of {longest:,} tokens: {budget.design.units(longest):,} {budget.design.unit}"

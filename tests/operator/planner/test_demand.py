@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from kimi_operator.api.profile import HardwareProfile
 from kimi_operator.planner import Infeasible, Plan, make_plan, plan_status
 from kimi_operator.planner.plan import RolePlan
 from kimi_operator.planner.pools import num_slots
+from kimi_operator.planner.workload import workload_of
 from kimi_operator.profiles import architecture, built_in_profiles
 from kimi_operator.profiles.forecast import plan_on
 
@@ -56,11 +58,11 @@ def free(role: RolePlan) -> int:
     return sum(line.bytes for line in role.lines if line.label in POOLS)
 
 
-def by_brute_force(role: RolePlan, tokens: int, limit: int) -> int:
-    """Most requests of one length that fit with their slots and pages, one by one."""
+def by_brute_force(role: RolePlan, tokens: int, limit: int, slots: int | None = None) -> int:
+    """Most requests of one length that fit with their slots and pages, one by one; or beside so many slots."""
     pages, seqs = -(-tokens // role.page_size_tokens), 0
     while seqs < limit:
-        need = num_slots(seqs + 1) * role.slot_bytes + (seqs + 1) * pages * role.page_bytes
+        need = (slots or num_slots(seqs + 1)) * role.slot_bytes + (seqs + 1) * pages * role.page_bytes
         if need > free(role):
             break
         seqs += 1
@@ -108,7 +110,12 @@ def test_what_a_role_states_wins_and_is_said_to_be_too_much() -> None:
     (warning,) = made.warnings
     holds = by_brute_force(made.decode, 100_128, 24)
     assert warning.startswith(f"spec.decode.maxNumSeqs: got 24, expected at most {holds}, which memory holds of this")
+    beside = by_brute_force(made.decode, 100_128, 24, slots=made.decode.num_state_slots)
+    assert f"lower it: beside the slots of 24 it holds {beside}, and the youngest requests are preempted" in warning
+    assert made.decode.binds.startswith("pages for prompts of 100,000 tokens, ")
+    assert f": {beside} a lane; {made.decode.num_pages:,} KV pages; " in made.decode.binds
     assert plan({"prompt": {"fixed": 100_000}}, decode__maxNumSeqs=1).warnings == ()
+    assert plan({"prompt": {"fixed": 100_000}}, decode__maxNumSeqs=holds).warnings == ()
 
 
 def test_a_demand_that_does_not_fit_is_planned_with_a_warning() -> None:
@@ -174,7 +181,7 @@ def test_targets_without_predictions_are_left_aside_and_it_says_so() -> None:
         ({"prompt": {"fixed": 1_048_576}}, {}, "spec.workload.prompt: got 1,048,576 tokens, expected less than"),
         ({"output": {"fixed": 3000}}, {"model__maxModelLen": 4096}, "5,048 together, expected at most 4,096 tokens"),
         ({"requestsPerSecond": 2.0}, {}, "spec.workload.targets.tpotSeconds: got nothing, expected a value"),
-        ({"prompt": {"fixed": 1_000_000}}, {}, "longest request: got a request of 1,000,000 tokens"),
+        ({"prompt": {"fixed": 1_000_000}}, {}, "for one request of 1,000,128 tokens a GPU, expected at most 192.0 GiB"),
     ],
 )
 def test_what_no_plan_serves_is_named(workload: dict[str, Any], changes: dict[str, Any], said: str) -> None:
@@ -185,7 +192,7 @@ def test_a_longest_request_of_the_deployment_fits_beside_the_slots() -> None:
     made = plan({"prompt": {"fixed": 100}}, model__maxModelLen=400_000)
     assert made.decode.num_pages * made.decode.page_size_tokens >= 400_000
     assert made.decode.max_num_seqs < plan({"prompt": {"fixed": 100}}).decode.max_num_seqs
-    assert "a request of maxModelLen, 400,000 tokens, must fit beside the slots of all" in made.decode.binds
+    assert "a request of 400,000 tokens, prompt and answer, must fit beside the slots of all" in made.decode.binds
 
 
 # whatever is asked for
@@ -209,23 +216,156 @@ WORKLOADS = st.fixed_dictionaries(
 )
 
 
+STATED_SEQS = st.fixed_dictionaries(
+    {}, optional=dict.fromkeys(("prefill__maxNumSeqs", "decode__maxNumSeqs"), st.integers(1, 60))
+)
+
+
 @settings(max_examples=60)
-@given(WORKLOADS, st.sampled_from(sorted(PROFILES)), st.sampled_from([None, 4096, 131_072]))
+@given(WORKLOADS, st.sampled_from(sorted(PROFILES)), st.sampled_from([None, 4096, 131_072]), STATED_SEQS)
 def test_every_workload_gets_a_plan_that_adds_up_or_a_reason(
-    workload: dict[str, Any], name: str, longest: int | None
+    workload: dict[str, Any], name: str, longest: int | None, stated: dict[str, int]
 ) -> None:
-    changes = {} if longest is None else {"model__maxModelLen": longest}
-    made = plan_on(K3, asked(workload, **changes), PROFILES[name])
+    changes = stated if longest is None else stated | {"model__maxModelLen": longest}
+    spec = asked(workload, **changes)
+    made = plan_on(K3, spec, PROFILES[name])
     if isinstance(made, Infeasible):
         assert all(each.field and each.got and each.expected and each.remedy for each in made.problems)
         return
     for role in (made.prefill, made.decode):
         assert sum(line.bytes for line in role.lines) == PROFILES[name].spec.gpu.memory
         assert all(line.bytes >= 0 for line in role.lines)
-        assert 1 <= role.max_num_seqs <= PROFILES[name].spec.limits.max_num_seqs
+        most = stated.get(f"{role.role}__maxNumSeqs", PROFILES[name].spec.limits.max_num_seqs)
+        assert 1 <= role.max_num_seqs <= most
+        assert_serves_its_longest(spec, role)
+        assert_words_are_of_its_pool(role)
         assert role.num_state_slots == num_slots(role.max_num_seqs)
         assert len(role.binds) <= 1024
     assert all(made.warnings)
+
+
+def assert_serves_its_longest(spec: KimiDeploymentSpec, role: RolePlan) -> None:
+    """What the plan serves is the whole of the workload; without a tail that is every request."""
+    assert spec.workload is not None
+    workload = workload_of(spec.workload, "workload")
+    served = workload.within(spec.model.max_model_len or K3.max_positions)
+    assert served.decode_tokens.longest <= role.max_model_len <= role.num_pages * role.page_size_tokens
+    assert served.decode_tokens.has_tail or served is workload
+
+
+def assert_words_are_of_its_pool(role: RolePlan) -> None:
+    """Pages that are named in what binds are those of the plan."""
+    for pages in re.findall(r"([\d,]+) KV pages;", role.binds):
+        assert pages == f"{role.num_pages:,}"
+
+
+TAILS = st.tuples(st.integers(1, 4000), st.integers(1, 40)).map(lambda two: (two[0], two[0] * two[1]))
+
+
+@settings(max_examples=30)
+@given(
+    prompt=st.integers(1, 28_000),
+    tail=TAILS,
+    longer=st.integers(2, 20),
+    longest=st.sampled_from([None, 32_768]),
+    target=st.sampled_from([None, 1.0, 20.0]),
+)
+def test_a_longer_tail_of_answers_changes_no_prefill_and_never_gives_a_better_plan(
+    prompt: int, tail: tuple[int, int], longer: int, longest: int | None, target: float | None
+) -> None:
+    def planned(factor: int) -> Plan | Infeasible:
+        answers = {"median": tail[0] * factor, "p95": tail[1] * factor}
+        targets = {} if target is None else {"targets": {"ttftSeconds": target}}
+        document = {"prompt": {"fixed": prompt}, "output": {"logNormal": answers}} | targets
+        return plan_on(K3, asked(document, **({"model__maxModelLen": longest} if longest else {})), PROFILES["mi325x"])
+
+    short, long = planned(1), planned(longer)
+    if isinstance(long, Infeasible):
+        return
+    assert isinstance(short, Plan), str(short)
+    assert long.decode.max_num_seqs <= short.decode.max_num_seqs
+    assert set(long.warnings) >= set(short.warnings)
+    if longest:
+        assert long.prefill.max_num_seqs == short.prefill.max_num_seqs
+        assert long.warnings == short.warnings
+
+
+def test_a_tail_that_is_cut_is_told_and_its_prompt_meets_no_target_that_it_missed() -> None:
+    """The prompt is whole, so its target is missed however long answers are."""
+    warnings = set()
+    for p95 in (6000, 30_000, 300_000):
+        work = {"prompt": {"fixed": 16_384}, "output": {"logNormal": {"median": 1000, "p95": p95}}}
+        made = plan(work | {"targets": {"ttftSeconds": 5.0}}, model__maxModelLen=32_768)
+        warnings |= set(made.warnings)
+        assert made.workload.endswith("ended where a request has 32,768") == (p95 > 6000)
+        assert made.prefill.max_num_seqs == 1
+    (warning,) = warnings
+    assert warning.startswith("spec.workload.targets.ttftSeconds: got 5, expected at least ")
+    assert "which 16,384 prompt tokens and 0 reused take alone" in warning
+
+
+# refusals of what the pools cannot serve, and what their remedies lead to
+
+
+def number_after(text: str, words: str) -> int:
+    return int(re.search(rf"{words} ([\d,]*\d)", text)[1].replace(",", ""))  # type: ignore[index]
+
+
+@settings(max_examples=30)
+@given(
+    prompt=st.integers(1, 900_000), output=st.integers(1, 100_000), seqs=st.integers(1, 32), stated=st.integers(1, 32)
+)
+def test_a_request_that_no_lane_holds_is_refused_and_each_remedy_leads_to_a_plan(
+    prompt: int, output: int, seqs: int, stated: int
+) -> None:
+    def planned(longest: int, **changes: Any) -> Plan | Infeasible:
+        work = {"prompt": {"fixed": longest - 1}, "output": {"fixed": 1}}
+        settings = {"prefill__maxNumSeqs": seqs, "decode__maxNumSeqs": stated} | changes
+        return plan_on(K3, asked(work, **settings), PROFILES["mi300x"])
+
+    longest = prompt + output
+    made = planned(longest)
+    if isinstance(made, Plan):
+        assert made.decode.max_model_len >= longest
+        return
+    lower = {problem.field: number_after(problem.remedy, "lower it to") for problem in made.problems
+             if problem.field.endswith("maxNumSeqs")}  # fmt: skip
+    if len(lower) == len(made.problems):
+        fewer = {path.removeprefix("spec.").replace(".", "__"): most for path, most in lower.items()}
+        assert isinstance(planned(longest, **fewer), Plan)
+        for path, most in fewer.items():
+            assert isinstance(planned(longest, **fewer | {path: most + 1}), Infeasible)
+    for problem in made.problems:
+        if "workload's longest request to" in problem.remedy:
+            shorter = number_after(problem.remedy, "workload's longest request to")
+            assert isinstance(planned(shorter), Plan)
+            assert isinstance(planned(shorter + 64), Infeasible)
+
+
+def test_prefill_that_holds_the_prompt_but_not_the_answer_is_refused() -> None:
+    """Both roles have one longest request: the plan would serve less than is asked for."""
+    work = {"prompt": {"fixed": 600_000}, "output": {"fixed": 100_000}}
+    made = refused(work, decode__nodesPerGroup=4)
+    assert [problem.field for problem in made.problems] == ["spec.prefill"]
+    assert "lower the workload's longest request to 615,872" in made.problems[0].remedy
+    shorter = plan(work | {"prompt": {"fixed": 515_872}}, decode__nodesPerGroup=4)
+    assert shorter.prefill.max_model_len == shorter.decode.max_model_len == 615_872
+
+
+def test_prefill_runs_fewer_where_its_pool_would_not_hold_prompt_and_answer() -> None:
+    made = plan({"prompt": {"fixed": 100_000}, "output": {"fixed": 500_000}})
+    assert made.prefill.max_model_len >= 600_000
+    assert made.prefill.max_num_seqs < plan({"prompt": {"fixed": 100_000}}).prefill.max_num_seqs
+    assert "a request of 600,000 tokens, prompt and answer, must fit beside the slots" in made.prefill.binds
+
+
+def test_a_tail_beyond_the_pools_is_refused_until_a_longest_request_cuts_it() -> None:
+    work = {"prompt": {"logNormal": {"median": 8000, "p95": 400_000}}}
+    remedy = refused(work).problems[0].remedy
+    longest = number_after(remedy, "shorten the workload's tail, or cut it by spec.model.maxModelLen, to")
+    made = plan(work, model__maxModelLen=longest)
+    assert f"over {longest - 1:,} refused" in made.workload
+    assert made.decode.max_model_len == longest
 
 
 @settings(max_examples=30)

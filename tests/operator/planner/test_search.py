@@ -108,15 +108,16 @@ def test_a_partitioned_card_is_judged_by_its_own_memory() -> None:
     assert all("no layout of up to 64 nodes fits" in refusal.problem.remedy for refusal in result.refused)
 
 
-def test_a_role_alone_is_refused_when_only_its_requests_are_too_long() -> None:
-    """Decode holds the answer too."""
+def test_a_shape_is_refused_for_both_roles_when_either_cannot_hold_prompt_and_answer() -> None:
+    """A deployment has one longest request: prefill would hold the prompt, and a plan would serve no more."""
     long = Workload(fixed(400_000), fixed(300_000))
     result = search(search_of("mi300x", 4, long))
-    refusal = refusal_of(result, 2, 2)
-    assert refusal.roles == (Role.DECODE,)
-    assert refusal.problem.field == "a decode group of 2 x 8 GPUs with tensorParallel 2"
-    assert "a request of 700,000 tokens" in refusal.problem.got
-    assert "or lower it to" in refusal.problem.remedy
+    found = [refusal for refusal in result.refused if refusal.shape == GroupShape(2, 8, 2)]
+    assert [refusal.roles for refusal in found] == [(Role.PREFILL,), (Role.DECODE,)]
+    for refusal in found:
+        assert refusal.problem.field == f"a {refusal.roles[0]} group of 2 x 8 GPUs with tensorParallel 2"
+        assert "a request of 700,000 tokens" in refusal.problem.got
+        assert "or lower it to" in refusal.problem.remedy
 
 
 def test_blocks_run_fewer_short_requests_than_pages_do() -> None:
@@ -212,7 +213,7 @@ def slow_layouts(request: Search) -> Iterator[tuple[Layout, int]]:
     """Every layout that fits, whether or not it uses all nodes, with the requests that its decode runs."""
     per_node, nodes = request.profile.gpu.per_node, request.num_nodes
     counts = range(1, nodes + 1)
-    prompt, whole = request.workload.prompt.longest, request.workload.decode_tokens.longest
+    whole = request.workload.decode_tokens.longest
     for tensor_parallel in (n for n in (1, 2, 4) if per_node % n == 0):
         for p_nodes, d_nodes, p_groups, d_groups in itertools.product(counts, repeat=4):
             if p_nodes * p_groups + d_nodes * d_groups > nodes:
@@ -221,7 +222,7 @@ def slow_layouts(request: Search) -> Iterator[tuple[Layout, int]]:
             if TINY.num_experts % prefill.ranks or TINY.num_experts % decode.ranks:
                 continue
             running = slow_seqs(request, decode, whole) * decode.lanes * d_groups
-            if running and slow_seqs(request, prefill, prompt):
+            if running and slow_seqs(request, prefill, whole):
                 yield Layout(prefill, p_groups, decode, d_groups), running
 
 
