@@ -88,7 +88,9 @@ class View:
     ] = None
     check: Annotated[
         bool,
-        Parameter(group=VIEWS, negative=(), help="Compare the planner with published figures of Kimi-K3, row by row."),
+        Parameter(
+            group=VIEWS, negative=(), help="Compare the planner with published figures and times, fitted and held out."
+        ),
     ] = False
 
     @property
