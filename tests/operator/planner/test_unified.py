@@ -7,7 +7,7 @@ import itertools
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from kimi_operator.cli.manifests import read_and_plan
 from kimi_operator.planner import Plan
@@ -42,7 +42,6 @@ def test_layers_of_nearly_equal_number_share_one_group_size() -> None:
     assert (block_layout(far, 2, FP8).row_groups, block_layout(far, 2, FP8).state_groups) == (4, 1)
 
 
-@settings(deadline=None)
 @given(
     layout=st.builds(
         BlockLayout,
