@@ -106,7 +106,7 @@ async def test_failures_are_shown(service: tuple[str, Pod], capsys: pytest.Captu
     ("arguments", "status", "said_"),
     [
         (["--url", "http://127.0.0.1:9"], 1, "http://127.0.0.1:9 cannot be reached"),
-        (["--url", "127.0.0.1"], 1, "cannot be reached"),
+        (["--url", "127.0.0.1"], 2, "--url: got '127.0.0.1', expected an address with http:// or https://"),
         (["--url", "{url}", "--model", "gpt"], 2, f"one that {{url}} serves: {MODEL}"),
         (["--url", "{url}", "--reference-url", "http://127.0.0.1:9"], 1, "http://127.0.0.1:9 cannot be reached"),
     ],
