@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,8 +19,6 @@ ROOT = Path(__file__).parents[2]
 # Four pods with two ranks each start side by side on this machine's few cores.
 PATIENT_S = 900
 REST_S = 60
-# After the second restart: enough to find a group that came back wrong.
-FEW = ("--concurrency", "1,16")
 KILL_ONE_RANK = """
 import os, pathlib, signal
 comms = {int(p.parent.name): p.read_text().strip() for p in pathlib.Path('/proc').glob('[0-9]*/comm')}
@@ -47,6 +46,15 @@ def needles(cluster: Cluster, reference_url: str, *options: str) -> dict[str, An
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     report: dict[str, Any] = json.loads(done.stdout)
     return report
+
+
+def demo_by_kubeconfig(cluster: Cluster) -> None:
+    """`make demo KUBECONFIG=...` with all of its steps and needles; what it installs and applies is there already."""
+    argv = ["env", f"KUBECONFIG={cluster.kubeconfig}", sys.executable, str(demo.__file__)]
+    done = cluster.exec(argv, check=False, timeout_s=PATIENT_S)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "that cluster is used" in done.stdout + done.stderr
+    assert "57 of 57" in done.stdout
 
 
 def group(cluster: Cluster, role: str) -> dict[str, Any]:
@@ -137,7 +145,7 @@ def test_one_apply_serves_survives_a_dead_rank_and_leaves_nothing(
         before = restarts(cluster)
         cluster.kubectl("delete", "pod", "k3-prefill-0-1", "--wait=false")
         wait_for_restart(cluster, "prefill", before)
-        needles(cluster, reference_url, "--seed", "3", *FEW)
+    demo_by_kubeconfig(cluster)
 
     cluster.kubectl("delete", "kimideployment", "k3", "--namespace", "default")
     cluster.wait_for("nothing of the deployment is left", lambda: not children(cluster), timeout_s=PATIENT_S)
