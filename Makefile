@@ -35,9 +35,10 @@ check: setup ## Formatting, lint, types and import contracts (seconds)
 	@echo "==> check: types (about 10 s, 60 s the first time)" && $(BIN)/mypy
 	@echo "==> check: imports" && $(BIN)/lint-imports
 
+# The cluster's tests mostly wait: all others run beside them.
 test: check ## Set up everything and pass all tests
 	@$(BIN)/localcluster build
-	@$(BIN)/pytest tests
+	@$(BIN)/pytest tests -n 2 --dist loadgroup
 
 test-unit: setup ## Only the tests that need neither processes nor a cluster
 	@$(BIN)/pytest tests -m "not cluster and not multiproc"
