@@ -38,7 +38,7 @@ check: setup ## Formatting, lint, types and import contracts (seconds)
 # The cluster's tests mostly wait: all others run beside them.
 test: check ## Set up everything and pass all tests
 	@$(BIN)/localcluster build
-	@$(BIN)/pytest tests -n 2 --dist loadgroup
+	@$(BIN)/pytest tests -n 2
 
 test-unit: setup ## Only the tests that need neither processes nor a cluster
 	@$(BIN)/pytest tests -m "not cluster and not multiproc"

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import pytest
 from hypothesis import HealthCheck, settings
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
 
 # A loaded machine slows examples without anything being wrong, and who sees a failure must be able to run it again.
 settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 settings.load_profile("tests")
 
+TOGETHER = ("tests/cluster/", "tests/multiproc/")
+"""One worker of `pytest -n` each: the first share one cluster, the others would crowd each other."""
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """`pytest -n 2 --dist loadgroup`: tests of the cluster share one, those of worker pods would crowd each other, and
-    those of a file share its fixtures."""
-    shared = ("cluster", "multiproc")
-    for item in items:
-        group = next((mark for mark in shared if item.get_closest_marker(mark)), item.path.stem)
-        item.add_marker(pytest.mark.xdist_group(group))
+
+class ByFile(LoadScopeScheduling):
+    """Hands out files, whose tests share fixtures, and the folders of TOGETHER, in the order of names."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return next((folder for folder in TOGETHER if nodeid.startswith(folder)), nodeid.partition("::")[0])
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByFile:
+    config.option.loadscopereorder = False
+    return ByFile(config, log)
