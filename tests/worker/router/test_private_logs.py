@@ -59,6 +59,7 @@ async def test_a_bug_is_logged_by_its_place(broken: tuple[str, Path]) -> None:
                 if wanted <= {error["type"] for error in errors}:
                     break
     assert (reply.status_code, reply.json()["error"]["code"]) == (500, "internal_error")
+    assert reply.headers["connection"] == "close"
     assert PROMPT not in reply.text
     assert PROMPT not in log.read_text()
     raised_in = {error["type"]: error["frames"][-1].partition(f"{SCRIPT}:")[2] for error in errors}

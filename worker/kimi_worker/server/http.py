@@ -157,4 +157,7 @@ def add_error_handlers(app: FastAPI) -> None:
     async def our_bug(request: Request, error: Exception) -> Response:
         # the message may quote a prompt, so only the place is logged
         log.error("request_crashed", path=request.url.path, error=type(error).__name__)
-        return error_response(ApiError(500, "internal error; the server's log has its place", code="internal_error"))
+        answer = error_response(ApiError(500, "internal error; the server's log has its place", code="internal_error"))
+        # uvicorn then closes the connection: a client that is not told sends its next request into it
+        answer.headers["connection"] = "close"
+        return answer
