@@ -41,7 +41,7 @@ test: check ## Set up everything and pass all tests
 	@$(BIN)/pytest tests -n 2
 
 test-unit: setup ## Only the tests that need neither processes nor a cluster
-	@$(BIN)/pytest tests -m "not cluster and not multiproc"
+	@$(BIN)/pytest tests -n 2 -m "not cluster and not multiproc"
 
 test-multiproc: setup ## Only the tests that start several worker processes
 	@$(BIN)/pytest tests -m "multiproc and not cluster"
