@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 from hypothesis import HealthCheck, settings
 from xdist.remote import Producer
@@ -10,6 +12,9 @@ from xdist.scheduler import LoadScopeScheduling
 # A loaded machine slows examples without anything being wrong, and who sees a failure must be able to run it again.
 settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 settings.load_profile("tests")
+
+# A shell that starts tests in the background has them ignore Ctrl-C, and their child processes would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 TOGETHER = ("tests/cluster/", "tests/multiproc/")
 """One worker of `pytest -n` each: the first share one cluster, the others would crowd each other."""

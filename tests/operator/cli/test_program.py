@@ -86,8 +86,7 @@ def test_interrupting_ends_with_one_line(tmp_path: Path) -> None:
     """It waits at a pipe that nobody writes to, so it is surely running when the signal comes."""
     pipe = tmp_path / "manifest.yaml"
     os.mkfifo(pipe)
-    process = start("plan", "-f", pipe, stdout=subprocess.PIPE)
-    with pipe.open("w"):  # returns when the other side has opened it
+    with start("plan", "-f", pipe, stdout=subprocess.PIPE) as process, pipe.open("w"):  # both sides have opened it
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=TIMEOUT_S)
     assert (process.returncode, out, err) == (INTERRUPTED, "", "kimictl: interrupted\n")

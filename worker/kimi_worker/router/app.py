@@ -35,8 +35,11 @@ log = structlog.get_logger()
 MAX_BODY_BYTES = 2**27
 """Until a pod has said what it takes."""
 
-_CONNECT_S = 5.0
-"""To a pod in the same cluster; how long an answer takes is the client's choice."""
+_CONNECT_S = 30.0
+"""To a pod in the same cluster: a last resort, since a pod that stops telling its state is given up sooner.
+
+On a loaded machine the router itself may come to its sockets seconds late.
+"""
 
 _ASK_S = 5.0
 """For a pod to say what it serves."""
