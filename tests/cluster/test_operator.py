@@ -179,6 +179,35 @@ def test_what_others_change_is_put_back(operator: Cluster, namespace: str, waiti
     assert stateful_sets(operator, namespace)["k3-prefill-0"]["metadata"]["labels"]["team"] == "blue"
 
 
+def test_a_changed_profile_is_planned_anew_and_rolls_only_what_differs(operator: Cluster, namespace: str) -> None:
+    """Nobody touches the deployment: the event is the profile's."""
+    profile: Document = yaml.safe_load((ROOT / "examples" / "local" / "profile.yaml").read_text())
+    profile["metadata"]["name"] = name = "of-this-test"
+    document = deployment(hardware={"profile": name})
+    del document["spec"]["decode"]["maxNumSeqs"]
+    operator.apply(profile)
+    try:
+        operator.apply(document, namespace=namespace)
+        wait_for_condition(operator, namespace, "WeightsReady", "False", "WeightsMissing")
+        before = operator.get("kimideployment", "k3", namespace=namespace)["status"]["plan"]
+        assert before["decode"]["maxNumSeqs"] > 12
+        patch = json.dumps({"spec": {"limits": {"maxNumSeqs": 12}}})
+        operator.kubectl("patch", f"hardwareprofile/{name}", "--type=merge", "-p", patch)
+        operator.wait_for(
+            "a new generation of decode",
+            lambda: generation(stateful_sets(operator, namespace)["k3-decode-0"]) == 2,
+            timeout_s=PATIENT_S,
+        )
+        wait_for_condition(operator, namespace, "PlanResolved", "True", "PlanFits")
+        after = operator.get("kimideployment", "k3", namespace=namespace)["status"]["plan"]
+        assert after["decode"]["maxNumSeqs"] == 12
+        assert after["prefill"] == before["prefill"]
+        assert after["profileVersion"] != before["profileVersion"]
+        assert generation(stateful_sets(operator, namespace)["k3-prefill-0"]) == 1
+    finally:
+        operator.kubectl("delete", f"hardwareprofile/{name}")
+
+
 def test_deletion_removes_everything_with_the_operator_down(
     operator: Cluster, namespace: str, waiting: Document
 ) -> None:
