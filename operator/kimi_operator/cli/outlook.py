@@ -16,12 +16,10 @@ from kimi_operator.planner.case import Case, Solution, Stretch, Timing
 from kimi_operator.planner.memory import GroupShape
 from kimi_operator.planner.objective import Forecast
 from kimi_operator.planner.predict import (
-    Calibration,
     Capacity,
     CurvePoint,
     Prediction,
     Request,
-    Side,
     decode_step_ms,
     handoff_ms,
     knee,
@@ -243,8 +241,8 @@ def _speed(prefill: RoleOutlook, decode: RoleOutlook, workload: Workload, foreca
     """Raises ValueError when a lane cannot hold one such request."""
     request = mean_request(workload)
     sides = (
-        _side(decode, forecast, Role.DECODE, forecast.decode),
-        _side(prefill, forecast, Role.PREFILL, forecast.prefill),
+        forecast.decode_side(decode.shape, decode.groups),
+        forecast.prefill_side(prefill.shape, prefill.groups),
     )
     of_lane = Capacity(decode.plan.max_num_seqs, decode.plan.num_pages, decode.plan.page_size_tokens)
     full = of_lane.running(request)[0] * decode.lanes
@@ -296,10 +294,6 @@ def _full(decode: RoleOutlook, request: Request) -> int:
     """Such requests that all decode lanes run at once."""
     of_lane = Capacity(decode.plan.max_num_seqs, decode.plan.num_pages, decode.plan.page_size_tokens)
     return of_lane.running(request)[0] * decode.lanes
-
-
-def _side(role: RoleOutlook, forecast: Forecast, name: Role, calibration: Calibration) -> Side:
-    return Side(forecast.setup(role.shape, name), calibration, role.groups)
 
 
 def _handoff(setup: Setup, tokens: int) -> Prediction | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from kimi_operator.api.deployment import Role
 from kimi_operator.planner.case import Solution, Timing
 from kimi_operator.planner.memory import GroupShape
-from kimi_operator.planner.predict import Calibration, roofline_s
+from kimi_operator.planner.predict import Calibration, PrefillSide, Side, roofline_s
 from kimi_operator.planner.roofline import DecodeLoad, PrefillLoad, Setup
 from kimi_operator.planner.space import Layout
 from kimi_operator.planner.units import ceil_div
@@ -39,6 +39,14 @@ class Forecast:
             decode_step_s=lambda seqs, tokens: self._time_s(setup, DecodeLoad(seqs * shape.lanes, tokens)),
             prefill_s=lambda new, cached: self._time_s(setup, PrefillLoad(new, cached, self.chunk_tokens)),
         )
+
+    def decode_side(self, shape: GroupShape, groups: int) -> Side:
+        """So many decode groups, for a curve."""
+        return Side(self.setup(shape, Role.DECODE), self.decode, groups)
+
+    def prefill_side(self, shape: GroupShape, groups: int) -> PrefillSide:
+        """So many prefill groups, for a curve."""
+        return PrefillSide(self.setup(shape, Role.PREFILL), self.prefill, groups, chunk_tokens=self.chunk_tokens)
 
     def throughput(self, layout: Layout, prefill: Solution, decode: Solution) -> float:
         """Output tokens a second: the less of what running requests decode and what prefill can feed.

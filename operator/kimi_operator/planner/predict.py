@@ -14,7 +14,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 from kimi_operator.planner.roofline import (
@@ -191,6 +191,14 @@ class Side:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefillSide(Side):
+    """Prefill as a whole."""
+
+    chunk_tokens: int = field(kw_only=True)
+    """Most prompt tokens of one step."""
+
+
+@dataclass(frozen=True, slots=True)
 class CurvePoint:
     """Throughput when clients keep `concurrency` requests going."""
 
@@ -203,7 +211,7 @@ class CurvePoint:
 
 
 def throughput_curve(
-    decode: Side, capacity: Capacity, request: Request, concurrencies: Iterable[int], prefill: Side | None = None
+    decode: Side, capacity: Capacity, request: Request, concurrencies: Iterable[int], prefill: PrefillSide | None = None
 ) -> tuple[CurvePoint, ...]:
     """Output tokens a second against concurrency, by asymptotic bounds of a closed system (operational analysis):
 
@@ -242,10 +250,10 @@ class _Feed:
     text: str
 
 
-def _feed(prefill: Side, request: Request) -> _Feed:
+def _feed(prefill: PrefillSide, request: Request) -> _Feed:
     new = max(1, request.prompt_tokens - request.cached_tokens)
     lanes = prefill.setup.shape.lanes
-    load = PrefillLoad(new, request.cached_tokens)
+    load = PrefillLoad(new, request.cached_tokens, prefill.chunk_tokens)
     alone = prefill_ms(prefill.setup, load, prefill.calibration)
     busy = prefill_ms(prefill.setup, replace(load, busy_lanes=lanes), prefill.calibration)
     outputs = request.output_tokens

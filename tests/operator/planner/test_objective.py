@@ -10,7 +10,7 @@ from kimi_operator.api.deployment import Role
 from kimi_operator.planner.case import Solution
 from kimi_operator.planner.memory import ExpertFormat, GroupShape
 from kimi_operator.planner.objective import Forecast
-from kimi_operator.planner.predict import Capacity, Request, Side, decode_step_ms, prefill_ms, throughput_curve
+from kimi_operator.planner.predict import Capacity, Request, decode_step_ms, prefill_ms, throughput_curve
 from kimi_operator.planner.roofline import DecodeLoad, PrefillLoad, Setup
 from kimi_operator.planner.search import Layout, Search, block_pools, page_pools, search
 from kimi_operator.planner.workload import Workload, fixed
@@ -57,7 +57,8 @@ def test_throughput_is_that_of_the_curve_where_all_lanes_are_full() -> None:
     assert isinstance(decode, Solution)
     assert isinstance(prefill, Solution)
     assert decode.running == 512
-    sides = Side(setup_of(EP16, Role.DECODE), DECODE), Side(setup_of(EP16, Role.PREFILL), PREFILL)
+    ahead = forecast()
+    sides = ahead.decode_side(EP16, 1), ahead.prefill_side(EP16, 1)
     held = Capacity(max_num_seqs=64, num_pages=64, page_size_tokens=2176)
     (point,) = throughput_curve(sides[0], held, Request(2048, 128), [4096], sides[1])
     assert forecast().throughput(layout, prefill, decode) == pytest.approx(point.tokens_per_second.value)

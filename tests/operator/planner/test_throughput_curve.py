@@ -12,6 +12,7 @@ from kimi_operator.planner.predict import (
     Capacity,
     CurvePoint,
     Prediction,
+    PrefillSide,
     Request,
     Side,
     knee,
@@ -27,6 +28,7 @@ from published_setups import BUILT_IN, DECODE, FACTOR_2, INT4, K3, MI300X, TP8
 
 LANE = Setup(K3, MI300X, TP8, INT4)
 """One lane, so that a busy prefill is as fast as an idle one."""
+PREFILL = PrefillSide(LANE, FACTOR_2, chunk_tokens=2048)
 ROOM = Capacity(max_num_seqs=16, num_pages=100_000, page_size_tokens=64)
 
 
@@ -51,7 +53,7 @@ def slow_closed_loop(clients: int, prefill_s: float, answer_s: float, outputs: i
 @pytest.mark.parametrize(("prompt", "output"), [(512, 512), (8192, 64)])
 def test_the_curve_agrees_with_clients_that_come_and_go(clients: int, prompt: int, output: int) -> None:
     request = Request(prompt, output)
-    decode, prefill = Side(LANE, FACTOR_2), Side(LANE, FACTOR_2, groups=2)
+    decode, prefill = Side(LANE, FACTOR_2), PrefillSide(LANE, FACTOR_2, groups=2, chunk_tokens=2048)
     point = throughput_curve(decode, ROOM, request, [clients], prefill)[0]
     prefill_s = prefill_ms(LANE, PrefillLoad(prompt), FACTOR_2).value / 1e3
     answer_s = point.tpot.value / 1e3 * output
@@ -82,7 +84,7 @@ def test_pages_bind_where_contexts_are_long() -> None:
 
 
 def test_prefill_binds_where_prompts_are_long_and_answers_short() -> None:
-    curve = throughput_curve(Side(LANE, FACTOR_2), ROOM, Request(100_000, 16), [1, 8, 64], Side(LANE, FACTOR_2))
+    curve = throughput_curve(Side(LANE, FACTOR_2), ROOM, Request(100_000, 16), [1, 8, 64], PREFILL)
     assert curve[-1].binds == "prefill"
     seconds = prefill_ms(LANE, PrefillLoad(100_000), FACTOR_2)
     assert curve[-1].tokens_per_second.value == pytest.approx(16e3 / seconds.value)
@@ -90,11 +92,21 @@ def test_prefill_binds_where_prompts_are_long_and_answers_short() -> None:
     assert "prefill: stated for a test" in curve[-1].tokens_per_second.calibrated_on
 
 
+def test_smaller_chunks_feed_fewer_tokens() -> None:
+    """Each chunk launches all layers and reads all weights anew."""
+    rates = []
+    for chunk in (512, 2048):
+        side = replace(PREFILL, chunk_tokens=chunk)
+        (point,) = throughput_curve(Side(LANE, FACTOR_2), ROOM, Request(100_000, 16), [64], side)
+        seconds = prefill_ms(LANE, PrefillLoad(100_000, 0, chunk), FACTOR_2)
+        assert point.tokens_per_second.value == pytest.approx(16e3 / seconds.value)
+        rates.append(point.tokens_per_second.value)
+    assert rates[0] < 0.99 * rates[1]
+
+
 def test_reuse_raises_what_prefill_can_feed() -> None:
     sides = Side(LANE, FACTOR_2), ROOM
-    plain, reused = (
-        throughput_curve(*sides, Request(50_000, 16, cached), [64], Side(LANE, FACTOR_2))[0] for cached in (0, 45_000)
-    )
+    plain, reused = (throughput_curve(*sides, Request(50_000, 16, cached), [64], PREFILL)[0] for cached in (0, 45_000))
     assert reused.tokens_per_second.value > 3 * plain.tokens_per_second.value
 
 

@@ -32,6 +32,7 @@ from kimi_operator.planner.predict import (
     Calibration,
     Capacity,
     Prediction,
+    PrefillSide,
     Request,
     Side,
     decode_step_ms,
@@ -183,7 +184,9 @@ def near(values: tuple[float, ...], factor: float = 1.0) -> object:
 def everything_predicted(setup: Setup, decode: Calibration, prefill: Calibration) -> tuple[dict, dict]:
     """Times in ms, and rates in tokens a second, each with its band."""
     request, held = Request(20_000, 500, 4000), Capacity(32, 10_000, 64)
-    curve = throughput_curve(Side(setup, decode, 2), held, request, [1, 40, 5000], Side(setup, prefill))
+    curve = throughput_curve(
+        Side(setup, decode, 2), held, request, [1, 40, 5000], PrefillSide(setup, prefill, chunk_tokens=2048)
+    )
     timed = {
         "decode": decode_step_ms(setup, DecodeLoad(64, 2112), decode),
         "prefill": prefill_ms(setup, PrefillLoad(9000, 100), prefill),
@@ -232,7 +235,11 @@ def test_milliseconds_are_a_thousand_a_second(
     (point,) = throughput_curve(Side(setup, stated), Capacity(64, 10**9, 64), Request(100, 100), [1])
     assert point.tokens_per_second.value == pytest.approx(1000 / point.tpot.value)
     (point,) = throughput_curve(
-        Side(setup, stated), Capacity(64, 10**9, 64), Request(900, 100), [1], Side(setup, stated)
+        Side(setup, stated),
+        Capacity(64, 10**9, 64),
+        Request(900, 100),
+        [1],
+        PrefillSide(setup, stated, chunk_tokens=2048),
     )
     request_s = roofline_s(setup, PrefillLoad(900)) * factor + 100 * point.tpot.value / 1000
     assert point.tokens_per_second.value == pytest.approx(100 / request_s)
