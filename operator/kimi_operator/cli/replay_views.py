@@ -12,6 +12,7 @@ from kimi_operator.api.deployment import Role
 from kimi_operator.cli.asking import asked_for, make_plan
 from kimi_operator.cli.document import dumped, refusal_document
 from kimi_operator.cli.figures import with_band
+from kimi_operator.cli.files import STANDARD_INPUT
 from kimi_operator.cli.flags import DeploymentFlags, WorkloadFlags, refuse
 from kimi_operator.cli.outlook import shape_of
 from kimi_operator.cli.replayed import BandedRow, Outcome, replay_on
@@ -20,7 +21,8 @@ from kimi_operator.cli.sessions import AskedSessions, asked_sessions
 from kimi_operator.cli.text import refusal_text
 from kimi_operator.planner import Infeasible
 from kimi_operator.planner.predict import Prediction
-from kimi_operator.planner.pressure import table_text
+from kimi_operator.planner.pressure import Row, Summary
+from kimi_operator.planner.replay import Service
 from kimi_operator.planner.retention import Retention
 from kimi_operator.planner.units import bytes_text
 
@@ -41,6 +43,8 @@ def answer(files: list[Path], flags: Flags, output: str) -> tuple[str, int]:
     rows = DEFAULT_ROWS if tables.rows is None else tables.rows
     if not 1 <= rows <= MOST_ROWS:
         raise refuse("--rows", f"{rows:,}", f"from 1 to {MOST_ROWS}", "correct it")
+    if STANDARD_INPUT in files and of_sessions.trace == STANDARD_INPUT:
+        raise refuse("--file", "- beside --trace -", "one of them to be standard input", "name a file for the other")
     sessions = asked_sessions(of_sessions)
     if not files and not deployment.given:
         raise refuse("--file", "nothing", "a manifest, or flags such as --chip mi300x", "name one with -f")
@@ -52,7 +56,8 @@ def answer(files: list[Path], flags: Flags, output: str) -> tuple[str, int]:
         return _lines(refusal_text(problems)) if is_text else dumped(refusal_document(problems), output), 1
     outcome = replay_on(planned, sessions, rows)
     text = _lines(replay_text(outcome)) if output == "text" else dumped(replay_document(outcome), output)
-    return text, 1 if outcome.value.summary.cut_sessions else 0
+    found = outcome.value.summary
+    return text, 1 if found.cut_sessions or found.refused_turns or found.expired_turns else 0
 
 
 def _lines(lines: Iterator[str]) -> str:
@@ -68,7 +73,7 @@ def replay_text(outcome: Outcome) -> Iterator[str]:
     yield from _summary(outcome)
     yield ""
     yield f"over time, a row for each {outcome.row_s:,g} s"
-    yield from table_text(outcome.rows, outcome.service)
+    yield from _table(outcome.rows, outcome.service)
     yield ""
     yield from _turns_text(outcome.turns)
     yield ""
@@ -88,19 +93,23 @@ def _head(outcome: Outcome) -> Iterator[str]:
 
 def _summary(outcome: Outcome) -> Iterator[str]:
     value, service = outcome.value.summary, outcome.service
-    waits = f"longest wait {value.memory_wait_s:,.1f} s for memory, {value.lane_wait_s:,.1f} s for a lane of prefill"
-    yield _row("binds", f"{value.binds}; {waits}" if value.memory_wait_s or value.lane_wait_s else value.binds)
+    yield _row("binds", f"{value.binds}{_waits(value)}")
     yield _row("TTFT", _percentiles(*(outcome.banded(of, "ms") for of in _TTFT)))
     yield _row("TPOT", _percentiles(*(outcome.banded(of, "ms") for of in _TPOT)))
-    yield _row("duration", f"{with_band(outcome.banded(lambda s: s.duration_s, 's'))} for {value.turns:,} turns")
+    yield _row("duration", f"{_banded(outcome.banded(lambda s: s.duration_s, 's'))} for {value.turns:,} turns")
     computed = f"computes {value.computed_tokens:,} of {value.prompt_tokens:,} prompt tokens"
     yield _row("prefill", f"{value.prefill_busy:.0%} busy; {computed}")
     again = _share(value.recomputed_tokens, value.computed_tokens)
     yield _row("recomputed", f"{value.recomputed_tokens:,} tokens that an earlier turn had: {again} of the computed")
-    held = f"{value.held_peak:,} of {service.max_running:,} requests held at once"
-    pages = f"{value.pages_peak:,} of {service.num_pages:,} KV pages ({_share(value.pages_peak, service.num_pages)})"
-    yield _row("decode, at most", f"{pages}, {held}")
+    lanes, pages = _lanes(service), _lanes(service) * service.lane.num_pages
+    held = f"{value.held_peak:,} of {lanes * service.lane.num_slots:,} state slots held at once"
+    used = f"{value.pages_peak:,} of {pages:,} KV pages ({_share(value.pages_peak, pages)})"
+    yield _row("decode, at most", f"{used}, {held}, on {lanes:,} lanes")
     yield from (_row(*cells) for cells in zip(("prefix cache", ""), _cache(outcome.cache, outcome.asked), strict=True))
+
+
+def _lanes(service: Service) -> int:
+    return service.lanes * service.groups
 
 
 def _row(label: str, value: str) -> str:
@@ -111,8 +120,20 @@ def _share(part: float, whole: float) -> str:
     return f"{part / whole if whole else 0:.0%}"
 
 
-def _percentiles(p50: Prediction, p95: Prediction) -> str:
-    return f"{with_band(p50)} at the median, {with_band(p95)} at p95"
+def _percentiles(p50: Prediction | None, p95: Prediction | None) -> str:
+    return f"{_banded(p50)} at the median, {_banded(p95)} at p95"
+
+
+def _banded(prediction: Prediction | None) -> str:
+    return "none" if prediction is None else with_band(prediction)
+
+
+def _waits(summary: Summary) -> str:
+    """The longest of each kind; empty when no request waited for a limit."""
+    if not any(summary.waited_s.values()):
+        return ""
+    memory, lane, place = summary.memory_wait_s, summary.lane_wait_s, summary.running_wait_s
+    return f"; longest wait {memory:,.1f} s for memory, {lane:,.1f} s for prefill, {place:,.1f} s for the batch"
 
 
 def _layout(outcome: Outcome, role: Role) -> str:
@@ -133,10 +154,22 @@ def warnings(outcome: Outcome) -> Iterator[str]:
     """The plan's warnings, and what the sessions asked for that they do not get."""
     yield from outcome.plan.warnings
     value, cache, reuse = outcome.value.summary, outcome.cache, outcome.asked.reuse
+    limits = outcome.service.lane
     if value.cut_sessions:
         yield (
             f"{value.cut_sessions:,} of {len(outcome.asked.sessions):,} sessions end early: their next turn would be "
-            f"longer than {outcome.service.max_context:,} tokens, the longest request"
+            f"longer than {limits.max_context:,} tokens, the longest request"
+        )
+    if value.refused_turns:
+        yield (
+            f"{value.refused_turns:,} of {value.turns:,} turns would be refused (429): {limits.max_queued:,} requests "
+            "wait in their lane already (limits.maxQueued); add nodes, or begin fewer sessions at once"
+        )
+    if value.expired_turns:
+        yield (
+            f"{value.expired_turns:,} of {value.turns:,} turns would fail: prefill ends later than "
+            f"{limits.reservation_s:,g} s after decode made room (timeouts.reservationSeconds); add nodes of prefill, "
+            "or raise it"
         )
     if reuse > cache.reuse and cache.returning_turns:
         yield (
@@ -152,22 +185,44 @@ def notes(outcome: Outcome) -> Iterator[str]:
         "a turn waits for pages of its prompt and whole answer; a worker takes them as the answer grows, "
         "and preempts: not in here"
     )
-    yield "binds: what turns wait for most; a wait for memory counts as prefill's where that memory waits for a lane"
-    yield "lanes and pages of all groups count as one, requests as spread evenly; first come, first served"
+    yield "binds: what turns wait for most; a wait for memory counts as what those that have memory wait for"
+    yield "turns go to the decode lane with most room; lanes of a group step together; prompts take free lanes in order"
     if outcome.handoff is not None:
         yield f"the handoff is not in TTFT: {with_band(outcome.handoff)} for the longest prompt"
     state = bytes_text(outcome.plan.prefill.slot_bytes)
-    yield f"a prefix cache also keeps a KDA state of {state} a rank for each prompt, which is not in its pages"
+    yield f"each prompt of the prefix cache counts with its KDA state, {state} a rank; none is shared between sessions"
     yield f"decode calibrated on {outcome.decode_on}"
     yield f"prefill calibrated on {outcome.prefill_on}"
 
 
-_COLUMNS = {"turn": 9, "served": 6, "prompt": 9, "computed": 9, "TTFT p50": 28, "TTFT p95": 28, "TPOT p50": 28}
+_COLUMNS = {
+    "from s": 8,
+    "compute tok/s": 13,
+    "asked tok/s": 11,
+    "prefill": 8,
+    "held": 6,
+    "pages, peak": 18,
+    "wait": 5,
+    "binds": 13,
+}
+
+
+def _table(rows: tuple[Row, ...], service: Service) -> Iterator[str]:
+    yield " ".join(f"{head:>{width}}" for head, width in _COLUMNS.items())
+    for row in rows:
+        pages = f"{row.pages_peak:,} ({_share(row.pages_peak, _lanes(service) * service.lane.num_pages)})"
+        yield (
+            f"{row.start_s:>8,.0f} {row.computed_per_s:>13,.0f} {row.prompt_per_s:>11,.0f} {row.prefill_busy:>8.0%} "
+            f"{row.held:>6.1f} {pages:>18} {row.waiting_peak:>5} {row.binds or '-':>13}"
+        )
+
+
+_TURN_COLUMNS = {"turn": 9, "served": 6, "prompt": 9, "computed": 9, "TTFT p50": 28, "TTFT p95": 28, "TPOT p50": 28}
 
 
 def _turns_text(rows: tuple[BandedRow, ...]) -> Iterator[str]:
     yield "by turn, mean tokens"
-    yield " ".join(f"{head:>{width}}" for head, width in _COLUMNS.items())
+    yield " ".join(f"{head:>{width}}" for head, width in _TURN_COLUMNS.items())
     for each in rows:
         row = each.row
         cells = (
@@ -175,14 +230,15 @@ def _turns_text(rows: tuple[BandedRow, ...]) -> Iterator[str]:
             f"{row.served:,}",
             f"{row.prompt_tokens:,.0f}",
             f"{row.computed_tokens:,.0f}",
-            *map(with_band, (each.ttft_p50, each.ttft_p95, each.tpot_p50)),
+            *map(_banded, (each.ttft_p50, each.ttft_p95, each.tpot_p50)),
         )
-        yield " ".join(f"{cell:>{width}}" for cell, width in zip(cells, _COLUMNS.values(), strict=True))
+        yield " ".join(f"{cell:>{width}}" for cell, width in zip(cells, _TURN_COLUMNS.values(), strict=True))
 
 
 def replay_document(outcome: Outcome) -> dict[str, Any]:
     """For scripts: the figures of the text, unrounded. Times in the unit of their name, or with it beside them."""
     asked, service = outcome.asked, outcome.service
+    lanes = _lanes(service)
     return {
         "feasible": True,
         "predicted": True,
@@ -198,11 +254,12 @@ def replay_document(outcome: Outcome) -> dict[str, Any]:
             **({"seed": asked.seed, **dataclasses.asdict(asked.agents)} if asked.agents else {}),
         },
         "service": {
-            "num_pages": service.num_pages,
-            "page_size_tokens": service.page_size_tokens,
-            "max_running": service.max_running,
+            "lanes": lanes,
+            "num_pages": lanes * service.lane.num_pages,
+            "num_slots": lanes * service.lane.num_slots,
+            "max_running": lanes * service.lane.max_running,
             "prefill_lanes": service.prefill_lanes,
-            "max_context_tokens": service.max_context,
+            "lane": dataclasses.asdict(service.lane),
         },
         "summary": dataclasses.asdict(outcome.value.summary),
         "summary_low": dataclasses.asdict(outcome.fast.summary),
@@ -212,7 +269,7 @@ def replay_document(outcome: Outcome) -> dict[str, Any]:
         "over_time": [dataclasses.asdict(row) for row in outcome.rows],
         "by_turn": [_turn_document(each) for each in outcome.turns],
         "prefix_cache": {**dataclasses.asdict(outcome.cache), "reuse": outcome.cache.reuse},
-        "handoff": None if outcome.handoff is None else _plain(outcome.handoff),
+        "handoff": _plain(outcome.handoff),
         "calibrated_on": {"decode": outcome.decode_on, "prefill": outcome.prefill_on},
         "notes": list(notes(outcome)),
     }
@@ -241,10 +298,7 @@ def _turn_document(each: BandedRow) -> dict[str, Any]:
     }
 
 
-def _plain(prediction: Prediction) -> dict[str, Any]:
-    return {
-        "value": prediction.value,
-        "low": prediction.low,
-        "high": prediction.high,
-        "unit": prediction.unit,
-    }
+def _plain(prediction: Prediction | None) -> dict[str, Any] | None:
+    if prediction is None:
+        return None
+    return {"value": prediction.value, "low": prediction.low, "high": prediction.high, "unit": prediction.unit}

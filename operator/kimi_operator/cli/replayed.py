@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from operator import itemgetter
 
 from kimi_operator.api.deployment import Role
 from kimi_operator.cli.manifests import Planned
@@ -12,10 +13,9 @@ from kimi_operator.cli.outlook import shape_of
 from kimi_operator.cli.sessions import AskedSessions
 from kimi_operator.errors import InvalidSpec, Problem
 from kimi_operator.planner import Plan
-from kimi_operator.planner.objective import Forecast
-from kimi_operator.planner.predict import Capacity, Prediction, Side, decode_step_ms, handoff_ms, prefill_ms
+from kimi_operator.planner.predict import Prediction, Side, decode_step_ms, handoff_ms, prefill_ms
 from kimi_operator.planner.pressure import Row, Summary, summarise, table
-from kimi_operator.planner.replay import Prompts, Replayed, Served, Service, paced, predicted_service, replay
+from kimi_operator.planner.replay import Lane, Replayed, Served, Service, paced, predicted_service, replay
 from kimi_operator.planner.retention import Retention, retention
 from kimi_operator.planner.roofline import DecodeLoad, PrefillLoad
 from kimi_operator.planner.turns import TurnRow, by_turn
@@ -37,13 +37,13 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class BandedRow:
-    """Times of some turns with their bands."""
+    """Times of some turns with their bands; None as in the row."""
 
     row: TurnRow
-    ttft_p50: Prediction
-    ttft_p95: Prediction
-    tpot_p50: Prediction
-    tpot_p95: Prediction
+    ttft_p50: Prediction | None
+    ttft_p95: Prediction | None
+    tpot_p50: Prediction | None
+    tpot_p95: Prediction | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +69,9 @@ class Outcome:
     handoff: Prediction | None
     """Of the longest prompt; None where nobody stated the bandwidth of the card, or nothing was served."""
 
-    def banded(self, of: Callable[[Summary], float], unit: str) -> Prediction:
-        """A time of the summary, in ms or s, with its band."""
-        return _banded(tuple(of(run.summary) for run in (self.value, self.fast, self.slow)), unit, self.calibrated_on)
-
-    @property
-    def calibrated_on(self) -> str:
-        """Both phases in one line."""
-        return f"decode: {self.decode_on}; prefill: {self.prefill_on}"
+    def banded(self, of: Callable[[Summary], float | None], unit: str) -> Prediction | None:
+        """A time of the summary, in ms or s, with its band; None where it has none."""
+        return _banded([of(run.summary) for run in (self.value, self.fast, self.slow)], unit)
 
 
 def replay_on(planned: Planned, asked: AskedSessions, max_rows: int) -> Outcome:
@@ -84,19 +79,17 @@ def replay_on(planned: Planned, asked: AskedSessions, max_rows: int) -> Outcome:
     plan = planned.plan
     assert isinstance(plan, Plan), "what does not fit replays nothing"
     _check_first(asked, plan.decode.max_model_len)
-    # The workload of a forecast matters only to searches.
-    forecast = forecast_of(planned.architecture, planned.profile, plan.kv_cache_dtype, Workload(fixed(1), fixed(1)))
-    sides = {role: _side(planned, forecast, role) for role in Role}
-    room = Capacity(plan.decode.max_num_seqs, plan.decode.num_pages, plan.decode.page_size_tokens)
-    prompts = Prompts(asked.reuse, plan.decode.max_model_len, forecast.chunk_tokens)
-    service = predicted_service(sides[Role.DECODE], sides[Role.PREFILL], room, prompts)
+    sides = sides_of(planned)
+    decode, prefill = sides[Role.DECODE], sides[Role.PREFILL]
+    chunk_tokens = planned.profile.spec.limits.prefill_batched_tokens
+    service = predicted_service(decode, prefill, _lane(planned, plan), chunk_tokens, asked.reuse)
     value = _run(asked, service, max_rows)
-    prefill, decode = _paces(value.replayed.turns, sides, forecast.chunk_tokens)
-    fast = _run(asked, paced(service, prefill.low, decode.low), max_rows)
-    slow = _run(asked, paced(service, prefill.high, decode.high), max_rows)
+    of_prefill, of_decode = paces(value.replayed.turns, service, sides, chunk_tokens)
+    fast = _run(asked, paced(service, of_prefill.low, of_decode.low), max_rows)
+    slow = _run(asked, paced(service, of_prefill.high, of_decode.high), max_rows)
     row_s = _row_s(value.summary.duration_s, max_rows)
-    pool = plan.prefill.num_pages * sides[Role.PREFILL].setup.shape.lanes * sides[Role.PREFILL].groups
-    on = f"decode: {forecast.decode.text}; prefill: {forecast.prefill.text}"
+    pool = plan.prefill.num_pages * service.prefill_lanes
+    state_pages = ceil_div(plan.prefill.slot_bytes, plan.prefill.page_bytes)
     return Outcome(
         planned=planned,
         plan=plan,
@@ -105,13 +98,26 @@ def replay_on(planned: Planned, asked: AskedSessions, max_rows: int) -> Outcome:
         value=value,
         fast=fast,
         slow=slow,
-        decode_on=forecast.decode.text,
-        prefill_on=forecast.prefill.text,
+        decode_on=decode.calibration.text,
+        prefill_on=prefill.calibration.text,
         row_s=row_s,
         rows=table(value.replayed, service, row_s),
-        turns=tuple(_banded_rows(zip(value.turns, fast.turns, slow.turns, strict=True), on)),
-        cache=retention(value.replayed.turns, pool, plan.prefill.page_size_tokens),
-        handoff=_handoff(value.replayed.turns, sides[Role.PREFILL]),
+        turns=tuple(_banded_rows(zip(value.turns, fast.turns, slow.turns, strict=True))),
+        cache=retention(value.replayed.turns, pool, plan.prefill.page_size_tokens, state_pages),
+        handoff=_handoff(value.replayed.turns, prefill),
+    )
+
+
+def _lane(planned: Planned, plan: Plan) -> Lane:
+    spec = planned.profile.spec
+    return Lane(
+        num_pages=plan.decode.num_pages,
+        page_size_tokens=plan.decode.page_size_tokens,
+        num_slots=plan.decode.num_state_slots,
+        max_running=plan.decode.max_num_seqs,
+        max_context=plan.decode.max_model_len,
+        max_queued=spec.limits.max_queued,
+        reservation_s=spec.timeouts.reservation_seconds,
     )
 
 
@@ -125,10 +131,19 @@ def _check_first(asked: AskedSessions, max_context: int) -> None:
         )
 
 
-def _side(planned: Planned, forecast: Forecast, role: Role) -> Side:
-    calibration = forecast.decode if role is Role.DECODE else forecast.prefill
-    setup = forecast.setup(shape_of(planned, role), role)
-    return Side(setup, calibration, planned.deployment.spec.role(role).groups)
+def sides_of(planned: Planned) -> dict[Role, Side]:
+    """Both roles with their calibrations. Raises InvalidSpec as `forecast_of`."""
+    plan = planned.plan
+    assert isinstance(plan, Plan)
+    # The workload of a forecast matters only to searches.
+    forecast = forecast_of(planned.architecture, planned.profile, plan.kv_cache_dtype, Workload(fixed(1), fixed(1)))
+
+    def side(role: Role) -> Side:
+        calibration = forecast.decode if role is Role.DECODE else forecast.prefill
+        setup = forecast.setup(shape_of(planned, role), role)
+        return Side(setup, calibration, planned.deployment.spec.role(role).groups)
+
+    return {role: side(role) for role in Role}
 
 
 def _run(asked: AskedSessions, service: Service, max_rows: int) -> Run:
@@ -137,33 +152,34 @@ def _run(asked: AskedSessions, service: Service, max_rows: int) -> Run:
 
 
 @dataclass(frozen=True, slots=True)
-class _Pace:
+class Pace:
     """How many times as long a phase may take, at both ends of its band."""
 
     low: float
     high: float
 
 
-def _paces(turns: tuple[Served, ...], sides: dict[Role, Side], chunk_tokens: int) -> tuple[_Pace, _Pace]:
+def paces(turns: tuple[Served, ...], service: Service, sides: dict[Role, Side], chunk_tokens: int) -> tuple[Pace, Pace]:
     """Of prefill and decode: the widest bands among the turns with the least and the most work, alone and crowded."""
     if not turns:
-        return _Pace(1.0, 1.0), _Pace(1.0, 1.0)
+        return Pace(1.0, 1.0), Pace(1.0, 1.0)
     decode, prefill = sides[Role.DECODE], sides[Role.PREFILL]
-    ends = [pick(turns, key=lambda turn: turn.computed_tokens) for pick in (min, max)]
-    works = [(turn.computed_tokens, turn.prompt_tokens - turn.computed_tokens) for turn in ends]
-    prompts = [PrefillLoad(*work, chunk_tokens, lanes) for work in works for lanes in (1, prefill.setup.shape.lanes)]
+    works = [(turn.computed_tokens, turn.prompt_tokens - turn.computed_tokens) for turn in turns]
+    ends = {pick(works, key=itemgetter(part)) for pick in (min, max) for part in (0, 1)}
+    prompts = [PrefillLoad(*work, chunk_tokens, lanes) for work in ends for lanes in (1, prefill.setup.shape.lanes)]
     contexts = [pick(turn.prompt_tokens for turn in turns) for pick in (min, max)]
     crowd = ceil_div(len({turn.session for turn in turns}), decode.groups)
-    steps = [DecodeLoad(held, context) for context in contexts for held in (1, crowd)]
+    most = min(crowd, service.lane.max_running * service.lanes)
+    steps = [DecodeLoad(decoding, context) for context in contexts for decoding in (1, most)]
     return (
         _widest(prefill_ms(prefill.setup, load, prefill.calibration) for load in prompts),
         _widest(decode_step_ms(decode.setup, load, decode.calibration) for load in steps),
     )
 
 
-def _widest(predictions: Iterable[Prediction]) -> _Pace:
+def _widest(predictions: Iterable[Prediction]) -> Pace:
     ratios = [(p.low / p.value, p.high / p.value) for p in predictions]
-    return _Pace(min(low for low, _ in ratios), max(high for _, high in ratios))
+    return Pace(min(low for low, _ in ratios), max(high for _, high in ratios))
 
 
 def _row_s(duration_s: float, max_rows: int) -> float:
@@ -172,26 +188,22 @@ def _row_s(duration_s: float, max_rows: int) -> float:
     return next((seconds for seconds in _ROW_SECONDS if seconds >= least), 3600 * math.ceil(least / 3600))
 
 
-def _banded_rows(runs: Iterable[tuple[TurnRow, TurnRow, TurnRow]], calibrated_on: str) -> Iterable[BandedRow]:
+def _banded_rows(runs: Iterable[tuple[TurnRow, TurnRow, TurnRow]]) -> Iterable[BandedRow]:
     for rows in runs:
-
-        def figure(of: Callable[[TurnRow], float], rows: tuple[TurnRow, ...] = rows) -> Prediction:
-            return _banded(tuple(map(of, rows)), "ms", calibrated_on)
-
         yield BandedRow(
             row=rows[0],
-            ttft_p50=figure(lambda row: row.ttft_p50_s),
-            ttft_p95=figure(lambda row: row.ttft_p95_s),
-            tpot_p50=figure(lambda row: row.tpot_p50_s),
-            tpot_p95=figure(lambda row: row.tpot_p95_s),
+            ttft_p50=_banded([row.ttft_p50_s for row in rows], "ms"),
+            ttft_p95=_banded([row.ttft_p95_s for row in rows], "ms"),
+            tpot_p50=_banded([row.tpot_p50_s for row in rows], "ms"),
+            tpot_p95=_banded([row.tpot_p95_s for row in rows], "ms"),
         )
 
 
-def _banded(seconds: tuple[float, ...], unit: str, calibrated_on: str) -> Prediction:
-    """The first of the runs with the least and the most of all."""
+def _banded(seconds: Iterable[float | None], unit: str) -> Prediction | None:
+    """The first of the runs with the least and the most of all; the same turns have a time in each of them."""
     scale = 1e3 if unit == "ms" else 1.0
-    value, low, high = (each * scale for each in (seconds[0], min(seconds), max(seconds)))
-    return Prediction(value, low, high, unit, calibrated_on)
+    found = [scale * each for each in seconds if each is not None]
+    return Prediction(found[0], min(found), max(found), unit, "") if found else None
 
 
 def _handoff(turns: tuple[Served, ...], prefill: Side) -> Prediction | None:

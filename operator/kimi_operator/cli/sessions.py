@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from kimi_operator.api.workload import MAX_TOKENS
 from kimi_operator.cli.flag_documents import seconds
 from kimi_operator.cli.flags import flag_name, refuse
-from kimi_operator.cli.session_flags import SessionFlags
+from kimi_operator.cli.session_flags import DEFAULTS, SessionFlags
 from kimi_operator.planner.replay import Agents, Session, draw
 
-DEFAULTS = Agents(
-    sessions=16, turns=10, first_prompt_tokens=12_000, turn_tokens=3000, output_tokens=400, think_s=15.0, ramp_s=60.0
-)
+if TYPE_CHECKING:
+    from kimi_operator.cli.trace import Trace
+
 MOST_TURNS = 10_000
 """Turns of all sessions together: a replay of so many takes some seconds."""
 MOST_SECONDS = 86_400.0
@@ -27,7 +27,6 @@ _MOST = {
     "turn_tokens": MAX_TOKENS,
     "output_tokens": MAX_TOKENS,
 }
-_TIMES = ("think_time", "ramp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +45,7 @@ class AskedSessions:
     """What they were drawn from; None when they were recorded."""
     seed: int
     assumed: tuple[str, ...]
-    """Flags that nobody stated, so that their defaults were taken."""
+    """Flags that nobody stated, or fields of a trace, so that their defaults were taken."""
 
     @property
     def num_turns(self) -> int:
@@ -71,16 +70,17 @@ def asked_sessions(flags: SessionFlags) -> AskedSessions:
         from kimi_operator.cli.trace import read_trace  # noqa: PLC0415
 
         return _recorded(flags.trace, read_trace(flags.trace), reuse)
-    agents, seed = _agents(flags), 0 if flags.seed is None else flags.seed
+    agents, seed = _agents(flags), int(DEFAULTS["seed"] if flags.seed is None else flags.seed)
     if not 0 <= seed <= MOST_SEED:
         raise refuse("--seed", f"{seed}", f"a whole number from 0 to {MOST_SEED}", "choose another")
-    assumed = [flag_name(name) for name in (*_MOST, *_TIMES) if getattr(flags, name) is None]
+    assumed = [flag_name(name) for name in DEFAULTS if name != "seed" and getattr(flags, name) is None]
     sessions = draw(agents, seed)
     text, field = _text(agents, seed), "--first-prompt-tokens"
     return AskedSessions(sessions, reuse, text, "flags", field, agents, seed, tuple(assumed))
 
 
-def _recorded(file: Path, sessions: Mapping[str, Session], reuse: float) -> AskedSessions:
+def _recorded(file: Path, trace: Trace, reuse: float) -> AskedSessions:
+    sessions = trace.sessions
     num_turns = sum(len(session.turns) for session in sessions.values())
     longest = max(sessions, key=lambda where: sessions[where].turns[0].new_tokens)
     return AskedSessions(
@@ -91,32 +91,28 @@ def _recorded(file: Path, sessions: Mapping[str, Session], reuse: float) -> Aske
         first_field=f"{longest}.newTokens",
         agents=None,
         seed=0,
-        assumed=(),
+        assumed=trace.assumed,
     )
 
 
 def _agents(flags: SessionFlags) -> Agents:
-    def whole(name: str, default: int) -> int:
-        stated = getattr(flags, name)
-        if stated is not None and not 1 <= stated <= _MOST[name]:
-            raise refuse(flag_name(name), f"{stated:,}", f"from 1 to {_MOST[name]:,}", "correct it")
-        return default if stated is None else int(stated)
+    def stated(name: str) -> Any:
+        value = getattr(flags, name)
+        return DEFAULTS[name] if value is None else value
 
-    def time_s(name: str, default: float) -> float:
-        stated = seconds(flag_name(name), getattr(flags, name))
-        if stated is not None and not stated <= MOST_SECONDS:
-            raise refuse(flag_name(name), f"{stated:,g}s", f"at most {MOST_SECONDS:,.0f}s, a day", "lower it")
-        return default if stated is None else stated
+    def whole(name: str) -> int:
+        number = int(stated(name))
+        if not 1 <= number <= _MOST[name]:
+            raise refuse(flag_name(name), f"{number:,}", f"from 1 to {_MOST[name]:,}", "correct it")
+        return number
 
-    agents = Agents(
-        sessions=whole("agents", DEFAULTS.sessions),
-        turns=whole("turns", DEFAULTS.turns),
-        first_prompt_tokens=whole("first_prompt_tokens", DEFAULTS.first_prompt_tokens),
-        turn_tokens=whole("turn_tokens", DEFAULTS.turn_tokens),
-        output_tokens=whole("output_tokens", DEFAULTS.output_tokens),
-        think_s=time_s("think_time", DEFAULTS.think_s),
-        ramp_s=time_s("ramp", DEFAULTS.ramp_s),
-    )
+    def time_s(name: str) -> float:
+        time = seconds(flag_name(name), stated(name)) or 0.0
+        if time > MOST_SECONDS:
+            raise refuse(flag_name(name), f"{time:,g}s", f"at most {MOST_SECONDS:,.0f}s, a day", "lower it")
+        return time
+
+    agents = Agents(*map(whole, _MOST), *map(time_s, ("think_time", "ramp")))
     if (num_turns := agents.sessions * agents.turns) > MOST_TURNS:
         got = f"{agents.sessions:,} x {agents.turns:,} turns = {num_turns:,}"
         raise refuse("--agents", got, f"at most {MOST_TURNS:,} turns in all", "lower --agents or --turns")

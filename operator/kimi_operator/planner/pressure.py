@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
 
-from kimi_operator.planner.replay import Replayed, Served, Service
-
-MAX_ROWS = 1000
-PREFILL, RUNNING, PAGES = "prefill lanes", "maxNumSeqs", "KV pages"
-"""Limits that requests wait for."""
+from kimi_operator.planner.replay import Cause, Level, Replayed, Served, Service
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,17 +25,21 @@ class Row:
     """Requests that hold memory, on average."""
     pages_peak: int
     waiting_peak: int
-    """Requests that waited for memory or for a lane at once."""
+    """Requests that waited for anything at once."""
     binds: str
-    """What requests spent most of their waiting on in this time, as in Summary; empty when none waited."""
+    """What requests spent most of their waiting on in this time, as in Cause; empty when none waited."""
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The whole replay in figures. Times in seconds."""
+    """The whole replay in figures. Times in seconds; percentiles are None where no turn has such a time."""
 
     turns: int
     cut_sessions: int
+    refused_turns: int
+    """Those that came when as many waited for their lane's memory as may: a worker answers 429."""
+    expired_turns: int
+    """Those whose prefill ended later than a worker keeps their memory for it."""
     duration_s: float
     computed_tokens: int
     recomputed_tokens: int
@@ -48,147 +49,149 @@ class Summary:
     prefill_busy: float
     pages_peak: int
     held_peak: int
-    ttft_p50_s: float
+    ttft_p50_s: float | None
     """From asking to the end of prefill, waiting included; the handoff is not in it."""
-    ttft_p95_s: float
-    tpot_p50_s: float
-    tpot_p95_s: float
+    ttft_p95_s: float | None
+    tpot_p50_s: float | None
+    tpot_p95_s: float | None
     memory_wait_s: float
-    """Longest wait for pages or a place among the running."""
+    """Longest wait for pages and a slot."""
     lane_wait_s: float
     """Longest wait for a prefill lane."""
+    running_wait_s: float
+    """Longest wait of a computed prompt for its place in the batch, the step under way included."""
+    waited_s: dict[str, float]
+    """Time that all requests together waited, by Cause."""
     binds: str
-    """What made requests wait most, or that nothing did. A wait for memory that waits for a lane is one for lanes."""
+    """The largest of them, or that nothing waited."""
 
 
 def summarise(replayed: Replayed, service: Service) -> Summary:
     """One replay in figures; zeros when no turn was served."""
-    turns = replayed.turns
-    duration_s = max((turn.end_s for turn in turns), default=0.0)
-    ttfts, tpots = sorted(map(ttft_s, turns)), sorted(map(tpot_s, turns))
-    memory_wait_s = max((turn.admitted_s - turn.asked_s for turn in turns), default=0.0)
-    lane_wait_s = max((turn.prefill_s - turn.admitted_s for turn in turns), default=0.0)
-    held_peak = peak([(turn.admitted_s, turn.end_s, 1) for turn in turns])
-    name = _binds(turns, service, held_peak, 0.0, math.inf)
-    sizes = {PREFILL: service.prefill_lanes, RUNNING: service.max_running, PAGES: service.num_pages}
-    busy_s = math.fsum(turn.decode_s - turn.prefill_s for turn in turns)
+    turns, lane = replayed.turns, service.lane
+    duration_s = _duration_s(turns)
+    whole = next(_stretches(replayed, duration_s, duration_s), _Stretch(0.0))
     return Summary(
         turns=len(turns),
         cut_sessions=replayed.cut_sessions,
+        refused_turns=sum(turn.ahead >= lane.max_queued for turn in turns),
+        expired_turns=sum(turn.first_s - turn.admitted_s > lane.reservation_s for turn in turns),
         duration_s=duration_s,
-        computed_tokens=sum(turn.computed_tokens for turn in turns),
+        computed_tokens=whole.computed_tokens,
         recomputed_tokens=sum(turn.computed_tokens - turn.prompt_tokens + turn.context_tokens for turn in turns),
-        prompt_tokens=sum(turn.prompt_tokens for turn in turns),
+        prompt_tokens=whole.prompt_tokens,
         output_tokens=sum(turn.output_tokens for turn in turns),
-        prefill_busy=busy_s / (duration_s * service.prefill_lanes) if duration_s else 0.0,
-        pages_peak=peak([(turn.admitted_s, turn.end_s, turn.pages) for turn in turns]),
-        held_peak=held_peak,
-        ttft_p50_s=percentile(ttfts, 0.5),
-        ttft_p95_s=percentile(ttfts, 0.95),
-        tpot_p50_s=percentile(tpots, 0.5),
-        tpot_p95_s=percentile(tpots, 0.95),
-        memory_wait_s=memory_wait_s,
-        lane_wait_s=lane_wait_s,
-        binds=f"{name} ({sizes[name]:,} in all)" if name else "nothing: no request waited",
+        prefill_busy=_share(whole.busy_s, duration_s * service.prefill_lanes),
+        pages_peak=whole.pages_peak,
+        held_peak=whole.held_peak,
+        memory_wait_s=max((turn.admitted_s - turn.asked_s for turn in turns), default=0.0),
+        lane_wait_s=max((turn.prefill_s - turn.admitted_s for turn in turns), default=0.0),
+        running_wait_s=max((turn.running_s - turn.first_s for turn in turns), default=0.0),
+        waited_s={cause.value: seconds for cause, seconds in zip(Cause, whole.waited_s, strict=True)},
+        binds=_binds_text(whole.binds, service),
+        **times(turns),
     )
 
 
-def ttft_s(turn: Served) -> float:
-    """From asking to the first token, which prefill gives."""
-    return turn.decode_s - turn.asked_s
+def times(turns: Iterable[Served]) -> dict[str, float | None]:
+    """Percentiles of TTFT, from asking to the first token, and of TPOT, in seconds."""
+    ttfts, tpots = [], []
+    for turn in turns:
+        ttfts.append(turn.first_s - turn.asked_s)
+        # prefill gives the first token, the batch the others
+        if turn.output_tokens > 1:
+            tpots.append((turn.end_s - turn.first_s) / (turn.output_tokens - 1))
+    return {
+        f"{name}_p{share}_s": percentile(sorted(found), share / 100)
+        for name, found in (("ttft", ttfts), ("tpot", tpots))
+        for share in (50, 95)
+    }
 
 
-def tpot_s(turn: Served) -> float:
-    """Mean time of a token of the answer."""
-    return (turn.end_s - turn.decode_s) / turn.output_tokens
-
-
-def _binds(turns: Sequence[Served], service: Service, held_peak: int, start_s: float, end_s: float) -> str:
-    """The limit that turns waited for most of all in [start, end); empty when none waited.
-
-    Memory whose turn waits for a lane is short because lanes are: such a share of the wait for it is prefill's.
-    """
-    memory_wait_s = math.fsum(_within(t.asked_s, t.admitted_s, start_s, end_s) for t in turns)
-    lane_wait_s = math.fsum(_within(t.admitted_s, t.prefill_s, start_s, end_s) for t in turns)
-    if max(memory_wait_s, lane_wait_s) <= 0:
-        return ""
-    held = math.fsum(t.pages * _within(t.admitted_s, t.end_s, start_s, end_s) for t in turns)
-    for_lanes = math.fsum(t.pages * _within(t.admitted_s, t.prefill_s, start_s, end_s) for t in turns)
-    share = for_lanes / held if held else 0.0
-    if lane_wait_s + share * memory_wait_s >= (1 - share) * memory_wait_s:
-        return PREFILL
-    return RUNNING if held_peak >= service.max_running else PAGES
-
-
-def _within(first_s: float, last_s: float, start_s: float, end_s: float) -> float:
-    """Seconds that two stretches of time have in common."""
-    return max(0.0, min(last_s, end_s) - max(first_s, start_s))
+def percentile(ascending: Sequence[float], share: float) -> float | None:
+    """The least value that at least `share` of them do not exceed; None without any."""
+    return ascending[math.ceil(share * len(ascending)) - 1] if ascending else None
 
 
 def table(replayed: Replayed, service: Service, row_s: float) -> tuple[Row, ...]:
-    """Load and pressure over time, a row for each `row_s` seconds. Raises ValueError for more than 1000 rows."""
-    end_s = max((turn.end_s for turn in replayed.turns), default=0.0)
-    num_rows = math.ceil(end_s / row_s) if row_s > 0 else MAX_ROWS + 1
-    if num_rows > MAX_ROWS:
-        raise ValueError(f"row_s: got {row_s:g}, expected at least {end_s / MAX_ROWS:.3g}, for at most {MAX_ROWS} rows")
-    return tuple(_row(replayed.turns, service, i * row_s, (i + 1) * row_s) for i in range(num_rows))
-
-
-_COLUMNS = {
-    "from s": 8,
-    "compute tok/s": 13,
-    "asked tok/s": 11,
-    "prefill": 8,
-    "held": 6,
-    "pages, peak": 18,
-    "wait": 5,
-    "binds": 13,
-}
-
-
-def table_text(rows: Sequence[Row], service: Service) -> Iterator[str]:
-    """The rows for a terminal, one line each under a head."""
-    yield " ".join(f"{head:>{width}}" for head, width in _COLUMNS.items())
-    for row in rows:
-        pages = f"{row.pages_peak:,} ({row.pages_peak / service.num_pages:.0%})"
-        yield (
-            f"{row.start_s:>8,.0f} {row.computed_per_s:>13,.0f} {row.prompt_per_s:>11,.0f} {row.prefill_busy:>8.0%} "
-            f"{row.held:>6.1f} {pages:>18} {row.waiting_peak:>5} {row.binds or '-':>13}"
+    """Load and pressure over time, a row for each `row_s` seconds; the last one may be shorter."""
+    end_s = _duration_s(replayed.turns)
+    return tuple(
+        Row(
+            start_s=each.start_s,
+            computed_per_s=each.computed_tokens / (seconds := min(row_s, end_s - each.start_s)),
+            prompt_per_s=each.prompt_tokens / seconds,
+            prefill_busy=each.busy_s / (seconds * service.prefill_lanes),
+            held=each.held_s / seconds,
+            pages_peak=each.pages_peak,
+            waiting_peak=each.waiting_peak,
+            binds=each.binds.value if each.binds else "",
         )
-
-
-def _row(turns: Sequence[Served], service: Service, start_s: float, end_s: float) -> Row:
-    asked = [turn for turn in turns if start_s <= turn.asked_s < end_s]
-    seconds = end_s - start_s
-    busy_s = math.fsum(_within(turn.prefill_s, turn.decode_s, start_s, end_s) for turn in turns)
-    held_s = math.fsum(_within(turn.admitted_s, turn.end_s, start_s, end_s) for turn in turns)
-    held_peak = peak([(turn.admitted_s, turn.end_s, 1) for turn in turns], start_s, end_s)
-    return Row(
-        start_s=start_s,
-        computed_per_s=sum(turn.computed_tokens for turn in asked) / seconds,
-        prompt_per_s=sum(turn.prompt_tokens for turn in asked) / seconds,
-        prefill_busy=busy_s / (seconds * service.prefill_lanes),
-        held=held_s / seconds,
-        pages_peak=peak([(turn.admitted_s, turn.end_s, turn.pages) for turn in turns], start_s, end_s),
-        waiting_peak=peak([(turn.asked_s, turn.prefill_s, 1) for turn in turns], start_s, end_s),
-        binds=_binds(turns, service, held_peak, start_s, end_s),
+        for each in _stretches(replayed, end_s, row_s)
     )
 
 
-def peak(intervals: Sequence[tuple[float, float, int]], start_s: float = 0.0, end_s: float = math.inf) -> int:
-    """Largest sum of the amounts whose half-open intervals share a moment of [start, end), by a sweep."""
-    changes = []
-    for first_s, last_s, amount in intervals:
-        if first_s < end_s and last_s > start_s:
-            changes += [(max(first_s, start_s), amount), (last_s, -amount)]
-    level = most = 0
-    # negative amounts sort first: what ends at a moment is gone before another begins at it
-    for _, amount in sorted(changes):
-        level += amount
-        most = max(most, level)
-    return most
+@dataclass(slots=True)
+class _Stretch:
+    """Sums and peaks of a stretch of time."""
+
+    start_s: float
+    computed_tokens: int = 0
+    prompt_tokens: int = 0
+    busy_s: float = 0.0
+    held_s: float = 0.0
+    held_peak: int = 0
+    pages_peak: int = 0
+    waiting_peak: int = 0
+    waited_s: list[float] = field(default_factory=lambda: [0.0] * len(Cause))
+
+    @property
+    def binds(self) -> Cause | None:
+        """What was waited for most; None when nothing was."""
+        most, cause = max(zip(self.waited_s, Cause, strict=True), key=lambda pair: pair[0])
+        return cause if most > 0 else None
 
 
-def percentile(ascending: Sequence[float], share: float) -> float:
-    """The least value that at least `share` of them do not exceed; 0 without any."""
-    return ascending[math.ceil(share * len(ascending)) - 1] if ascending else 0.0
+def _stretches(replayed: Replayed, end_s: float, row_s: float) -> Iterator[_Stretch]:
+    """The time to `end_s` in rows, from one walk over the turns and one over the levels."""
+    found = [_Stretch(i * row_s) for i in range(math.ceil(end_s / row_s) if end_s else 0)]
+    for turn in replayed.turns:
+        stretch = found[min(int(turn.asked_s / row_s), len(found) - 1)]
+        stretch.computed_tokens += turn.computed_tokens
+        stretch.prompt_tokens += turn.prompt_tokens
+    for level, following in pairwise(replayed.levels):
+        first, last = (min(int(each.since_s / row_s), len(found) - 1) for each in (level, following))
+        for stretch in found[first : last + 1]:
+            seconds = min(following.since_s, stretch.start_s + row_s) - max(level.since_s, stretch.start_s)
+            # a level that ends where a row begins has lasted no time in it
+            if seconds > 0:
+                _add(stretch, level, seconds)
+    yield from found
+
+
+def _add(stretch: _Stretch, level: Level, seconds: float) -> None:
+    stretch.busy_s += level.busy_lanes * seconds
+    stretch.held_s += level.held * seconds
+    stretch.held_peak = max(stretch.held_peak, level.held)
+    stretch.pages_peak = max(stretch.pages_peak, level.pages)
+    stretch.waiting_peak = max(stretch.waiting_peak, sum(level.waiting))
+    for index, waiting in enumerate(level.waiting):
+        stretch.waited_s[index] += waiting * seconds
+
+
+def _duration_s(turns: Sequence[Served]) -> float:
+    return max((turn.end_s for turn in turns), default=0.0)
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
+
+
+def _binds_text(cause: Cause | None, service: Service) -> str:
+    if cause is None:
+        return "nothing: no request waited"
+    if cause is Cause.PREFILL:
+        return f"{cause.value} ({service.prefill_lanes:,} in all)"
+    lane = service.lane
+    sizes = {Cause.RUNNING: lane.max_running, Cause.PAGES: lane.num_pages, Cause.SLOTS: lane.num_slots}
+    return f"{cause.value} ({sizes[cause]:,} a lane)"

@@ -11,17 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kimi_operator.cli.trace import read_trace
 from kimi_operator.errors import InvalidSpec
-from kimi_operator.planner.replay import Service, replay
+from kimi_operator.planner.replay import Lane, Service, replay
 
 SERVICE = Service(
-    num_pages=10**6,
-    page_size_tokens=64,
-    max_running=2,
+    lane=Lane(10**6, 64, num_slots=3, max_running=2, max_context=10**9, max_queued=64, reservation_s=1e9),
+    lanes=1,
+    groups=1,
     prefill_lanes=1,
     prefill_s=lambda new, cached, busy: 0.1,
-    decode_step_s=lambda held, context: 0.01,
+    decode_step_s=lambda decoding, context: 0.01,
     reuse=0.5,
-    max_context=10**9,
 )
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9),
@@ -45,7 +44,7 @@ def read(text: str) -> tuple[dict[str, Any], str]:
         file = Path(folder) / "trace.jsonl"
         file.write_text(text, encoding="utf-8")
         try:
-            return read_trace(file), ""
+            return read_trace(file).sessions, ""
         except InvalidSpec as error:
             field = error.problems[0].field
     assert field.startswith(str(file))
@@ -85,3 +84,25 @@ def test_one_bad_line_is_named(turns: list[dict[str, Any]], data: st.DataObject)
     )
     turns[at] = {**turns[at], name: value}
     assert read("\n".join(map(json.dumps, turns)))[1] == f": line {at + 1}.{name}"
+
+
+def test_time_counts_from_the_earliest_start_and_defaults_are_told() -> None:
+    lines = [
+        {"session": "a", "newTokens": 1, "outputTokens": 1, "startSeconds": 900},
+        {"session": "b", "newTokens": 1, "outputTokens": 1, "startSeconds": 905.5, "thinkSeconds": 3},
+        {"session": "a", "newTokens": 1, "outputTokens": 1},
+        {"session": "a", "newTokens": 1, "outputTokens": 1},
+        {"session": "b", "newTokens": 1, "outputTokens": 1},
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "trace.jsonl"
+        file.write_text("\n".join(map(json.dumps, lines)))
+        trace = read_trace(file)
+        # what follows the last turn of a session is nobody's business
+        assert trace.assumed == ("thinkSeconds 0 for 2 turns",)
+        assert [session.start_s for session in trace.sessions.values()] == [0, 5.5]
+        lines[1].pop("startSeconds")
+        file.write_text("\n".join(map(json.dumps, lines)))
+        trace = read_trace(file)
+        assert trace.assumed == ("startSeconds 0 for 1 sessions", "thinkSeconds 0 for 2 turns")
+        assert [session.start_s for session in trace.sessions.values()] == [900, 0]

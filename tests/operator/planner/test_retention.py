@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from kimi_operator.planner.replay import Agents, Served, Service, draw, replay
+from kimi_operator.planner.replay import Agents, Lane, Served, Service, draw, replay
 from kimi_operator.planner.retention import Retention, retention
 from kimi_operator.planner.turns import by_turn
 
@@ -15,21 +15,21 @@ AGENTS = Agents(
     sessions=12, turns=6, first_prompt_tokens=900, turn_tokens=250, output_tokens=60, think_s=4.0, ramp_s=10.0
 )
 SERVICE = Service(
-    num_pages=10_000,
-    page_size_tokens=64,
-    max_running=64,
+    lane=Lane(10_000, 64, num_slots=64, max_running=64, max_context=100_000, max_queued=64, reservation_s=1e9),
+    lanes=1,
+    groups=1,
     prefill_lanes=4,
     prefill_s=lambda new, cached, busy: 0.1 + new / 900 * (1 + busy / 20) + cached / 90_000,
-    decode_step_s=lambda held, context: 0.02 + held / 1000 + context / 1e6,
+    decode_step_s=lambda decoding, context: 0.02 + decoding / 1000 + context / 1e6,
     reuse=0.0,
-    max_context=100_000,
 )
 
 
 def served(session: int, turn: int, prefill_s: float, context: int, prompt: int) -> Served:
-    """Asked, let in and begun at once; a second of prefill, and another of decode for ten tokens."""
-    times = (prefill_s, prefill_s, prefill_s, prefill_s + 1, prefill_s + 2)
-    return Served(session, turn, *times, context, prompt, prompt - context, 10, math.ceil((prompt + 10) / 64))
+    """Asked, let in and begun at once; a second of prefill, and another of decode for nine more tokens."""
+    times = (prefill_s, prefill_s, prefill_s, prefill_s + 1, prefill_s + 1, prefill_s + 2)
+    tokens = (context, prompt, prompt - context, 10)
+    return Served(session, turn, *tokens, math.ceil((prompt + 10) / 64), 0, 0, *times)
 
 
 # Three sessions, two turns each; pages of 64 tokens.
@@ -50,25 +50,34 @@ def test_a_cache_by_hand() -> None:
     # Its new prompt takes 5 beside 2 + 2 = 9 > 8: session 1, the least recently used, goes. At 13 s session 1 finds
     # nothing and takes 4 beside 2 (session 2) + 5 (session 0) = 11 > 8: session 2 goes, 9 > 8: session 0 goes too.
     # At 16 s session 2 finds nothing.
-    eight = retention(BY_HAND, num_pages=8, page_size_tokens=64)
+    eight = retention(BY_HAND, 8, 64, state_pages=0)
     assert eight == Retention(8, 9, 3, 2, context_tokens=210 + 138 + 110, found_tokens=192)
     assert eight.reuse == 192 / 458
     # With 16 nothing goes: at 16 s there are 5 + 4 kept and 3 in prefill. All whole pages are found: 3, 2 and 1.
-    roomy = retention(BY_HAND, num_pages=16, page_size_tokens=64)
+    roomy = retention(BY_HAND, 16, 64, state_pages=0)
     assert roomy == Retention(16, 9, 3, 0, context_tokens=458, found_tokens=192 + 128 + 64)
 
 
-def slow_retention(turns: Sequence[Served], num_pages: int) -> tuple[int, int]:
+def test_a_kept_prompt_takes_its_state_too() -> None:
+    # A state takes 3 pages. Wanted: until 10 s the first prompts with theirs, 4 + 2 + 2 + 9 = 17, and of the third
+    # from 7 s on; then 5 (session 0, in prefill) + 2 + 2 + 6 = 15.
+    # With 16 pages, at 6 s 4 + 3 and 2 + 3 are kept beside 2 in prefill, 14. At 7 s that is 2 + 3 more, 17 > 16: it is
+    # not kept. At 10 s session 0 finds 192 tokens; at 13 s, beside 5 + 3 of session 0, session 1 finds 128.
+    found = retention(BY_HAND, 16, 64, state_pages=3)
+    assert found == Retention(16, 17, 3, 1, context_tokens=458, found_tokens=192 + 128)
+
+
+def slow_retention(turns: Sequence[Served], num_pages: int, state_pages: int) -> tuple[int, int]:
     """Evicted turns and found tokens of a list of (last use, session, tokens) that is looked through each time."""
     kept: list[tuple[float, int, int]] = []
     evicted = found = 0
     moments = sorted(
-        [(t.prefill_s, 1, i) for i, t in enumerate(turns)] + [(t.decode_s, 0, i) for i, t in enumerate(turns)]
+        [(t.prefill_s, 1, i) for i, t in enumerate(turns)] + [(t.first_s, 0, i) for i, t in enumerate(turns)]
     )
     busy: list[int] = []
 
     def used() -> int:
-        return sum(math.ceil(tokens / 64) for tokens in [*busy, *(entry[2] for entry in kept)])
+        return sum(math.ceil(t / 64) for t in busy) + sum(math.ceil(entry[2] / 64) + state_pages for entry in kept)
 
     for now_s, is_begin, index in moments:
         turn = turns[index]
@@ -82,36 +91,37 @@ def slow_retention(turns: Sequence[Served], num_pages: int) -> tuple[int, int]:
                 kept.remove(min(kept))
         else:
             busy.remove(turn.prompt_tokens)
-            if used() + math.ceil(turn.prompt_tokens / 64) <= num_pages:
+            if used() + math.ceil(turn.prompt_tokens / 64) + state_pages <= num_pages:
                 kept.append((now_s, turn.session, turn.prompt_tokens))
     return evicted, found
 
 
+@pytest.mark.parametrize("state_pages", [0, 5])
 @pytest.mark.parametrize("num_pages", [1, 30, 90, 200, 1000])
 @pytest.mark.parametrize("seed", range(4))
-def test_it_agrees_with_one_that_scans(seed: int, num_pages: int) -> None:
+def test_it_agrees_with_one_that_scans(seed: int, num_pages: int, state_pages: int) -> None:
     turns = replay(draw(AGENTS, seed), SERVICE).turns
-    found = retention(turns, num_pages, 64)
-    assert (found.evicted_turns, found.found_tokens) == slow_retention(turns, num_pages)
+    found = retention(turns, num_pages, 64, state_pages)
+    assert (found.evicted_turns, found.found_tokens) == slow_retention(turns, num_pages, state_pages)
     assert found.returning_turns == AGENTS.sessions * (AGENTS.turns - 1)
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_more_pages_find_no_less_and_enough_find_every_prompt(seed: int) -> None:
     turns = replay(draw(AGENTS, seed), SERVICE).turns
-    sizes = [retention(turns, num_pages, 64) for num_pages in range(0, 400, 20)]
+    sizes = [retention(turns, num_pages, 64, 0) for num_pages in range(0, 400, 20)]
     assert [each.evicted_turns for each in sizes] == sorted((each.evicted_turns for each in sizes), reverse=True)
     assert sizes[0].reuse == 0
     # prompts that nobody comes back to stay too, so all sessions' longest prompts have to fit
     enough = sum(math.ceil(t.prompt_tokens / 64) for t in turns if t.turn == AGENTS.turns - 1)
-    assert retention(turns, enough + 100, 64).evicted_turns == 0
+    assert retention(turns, enough + 100, 64, 0).evicted_turns == 0
     assert sizes[-1].wanted_pages <= enough
 
 
 def test_without_turns_there_is_nothing_to_keep() -> None:
-    assert retention((), 100, 64).reuse == 0
+    assert retention((), 100, 64, 0).reuse == 0
     # nobody comes back: each prompt has its pages for its second of prefill only
-    assert retention(BY_HAND[:3], 100, 64) == Retention(100, 4, 0, 0, 0, 0)
+    assert retention(BY_HAND[:3], 100, 64, 9) == Retention(100, 4, 0, 0, 0, 0)
 
 
 def test_rows_by_turn_cover_each_turn_once() -> None:
@@ -120,7 +130,7 @@ def test_rows_by_turn_cover_each_turn_once() -> None:
     assert [(row.first, row.last) for row in rows] == [(1, 3), (4, 6), (7, 7)]
     assert [row.served for row in rows] == [36, 36, 12]
     assert sum(row.prompt_tokens * row.served for row in rows) == pytest.approx(sum(t.prompt_tokens for t in turns))
-    last = sorted(turn.decode_s - turn.asked_s for turn in turns if turn.turn == 6)
+    last = sorted(turn.first_s - turn.asked_s for turn in turns if turn.turn == 6)
     assert (rows[-1].ttft_p50_s, rows[-1].ttft_p95_s) == (last[5], last[11])
-    assert by_turn(BY_HAND, 2, 10)[1].tpot_p50_s == pytest.approx(1 / 10)
+    assert by_turn(BY_HAND, 2, 10)[1].tpot_p50_s == pytest.approx(1 / 9)
     assert by_turn((), 2, 10) == ()
