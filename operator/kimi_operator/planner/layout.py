@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from kimi_operator.api.deployment import KimiDeploymentSpec, Role, RoleSpec
 from kimi_operator.api.profile import HardwareProfileSpec
@@ -57,6 +57,34 @@ def nearest_layout(
     shapes = (other for nodes in range(1, MAX_NODES + 1) for other in even_shapes(a, nodes, gpus_per_node))
     candidates = (other for other in shapes if other != shape and fits(other))
     return min(candidates, key=lambda other: _distance(shape, other), default=None)
+
+
+def nearest_layouts(
+    a: Architecture, wanted: Mapping[Role, GroupShape], gpus_per_node: int, fits: Callable[[GroupShape], bool]
+) -> dict[Role, GroupShape] | None:
+    """Layouts of both roles, equally wide, that fit and together change least. None when nothing fits."""
+    pairs = []
+    for width in range(1, gpus_per_node + 1):
+        near = {role: _nearest_of_width(a, shape, gpus_per_node, width, fits) for role, shape in wanted.items()}
+        pair = {role: shape for role, shape in near.items() if shape is not None}
+        if len(pair) == len(wanted):
+            pairs.append(pair)
+
+    def changes(pair: Mapping[Role, GroupShape]) -> tuple[int, ...]:
+        distances = [_distance(wanted[role], shape) for role, shape in pair.items()]
+        return tuple(sum(each) for each in zip(*distances, strict=True))
+
+    return min(pairs, key=changes, default=None)
+
+
+def _nearest_of_width(
+    a: Architecture, wanted: GroupShape, gpus_per_node: int, width: int, fits: Callable[[GroupShape], bool]
+) -> GroupShape | None:
+    """The wanted GPUs of a node come before all of them: a role that fits need not change."""
+    sizes = (wanted.gpus_per_node, gpus_per_node)
+    shapes = {GroupShape(nodes, gpus, width) for nodes in range(1, MAX_NODES + 1) for gpus in sizes}
+    nearest_first = sorted(shapes, key=lambda shape: _distance(wanted, shape))
+    return next((shape for shape in nearest_first if divides(a, shape) and fits(shape)), None)
 
 
 def even_shapes(a: Architecture, nodes: int, gpus_per_node: int) -> list[GroupShape]:

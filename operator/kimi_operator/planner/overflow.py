@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from kimi_operator.api.deployment import Role
 from kimi_operator.planner.layout import MAX_NODES
 from kimi_operator.planner.memory import GroupShape, MemoryLine
 from kimi_operator.planner.units import bytes_text
@@ -46,3 +47,8 @@ def nearest_text(nearest: GroupShape | None) -> str:
     if nearest is None:
         return f"no layout of up to {MAX_NODES} nodes fits: use GPUs with more memory, or lower the profile's reserves"
     return f"use the nearest layout that fits: {nearest}"
+
+
+def nearest_texts(nearest: GroupShape, other: Role, beside: GroupShape) -> str:
+    """The way out by other layouts of both roles: lanes are equally wide."""
+    return f"use the nearest layouts that fit: {nearest}, and for spec.{other} {beside}"

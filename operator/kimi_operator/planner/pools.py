@@ -8,7 +8,7 @@ from kimi_operator.api.deployment import KimiDeploymentSpec, Role, Transport
 from kimi_operator.api.profile import DType, HardwareProfileSpec
 from kimi_operator.errors import Problem
 from kimi_operator.planner.architecture import Architecture
-from kimi_operator.planner.layout import nearest_layout
+from kimi_operator.planner.layout import nearest_layouts
 from kimi_operator.planner.memory import (
     ITEMSIZE,
     GroupShape,
@@ -20,7 +20,7 @@ from kimi_operator.planner.memory import (
     slot_bytes,
     weight_lines,
 )
-from kimi_operator.planner.overflow import find_overflow, nearest_text
+from kimi_operator.planner.overflow import find_overflow, nearest_text, nearest_texts
 from kimi_operator.planner.units import bytes_text, ceil_div
 
 
@@ -132,23 +132,37 @@ def _too_small(s: Settings, role: Role, shape: GroupShape, units: Units) -> Prob
         f"{shape}: {bytes_text(weights)} of weights + {bytes_text(reserved)} reserved + "
         f"{bytes_text(units.one_request)} for one request of {s.longest:,} tokens a GPU"
     )
-    return Problem(f"spec.{role}", got, str(overflow), _remedy(s, shape))
+    return Problem(f"spec.{role}", got, str(overflow), _remedy(s, role))
 
 
-def _remedy(s: Settings, shape: GroupShape) -> str:
-    def fits(other: GroupShape) -> bool:
-        measured = measure(s, other)
-        return measured.free >= measured.one_request
-
-    nearest = nearest_layout(s.architecture, shape, s.profile.gpu.per_node, fits)
+def _remedy(s: Settings, role: Role) -> str:
     # Beside the running requests that the spec asks for, or following this would only bring the next refusal.
     length = longest_served(s)
     remedies = []
     if length > 0:
         remedies.append(f"{s.shorten} {length:,}")
-    if nearest or not remedies:
-        remedies.append(nearest_text(nearest))
+    nearest = _nearest(s, role)
+    if nearest is not None or not remedies:
+        remedies.append(nearest or nearest_text(None))
     return ", or ".join(remedies)
+
+
+def _nearest(s: Settings, role: Role) -> str | None:
+    """The nearest layout of a role, and of the other where that must change too although it fits."""
+
+    def fits(shape: GroupShape) -> bool:
+        units = measure(s, shape)
+        return units.free >= units.one_request
+
+    wanted = {each: shape_of(s, each) for each in Role}
+    nearest = nearest_layouts(s.architecture, wanted, s.profile.gpu.per_node, fits)
+    if nearest is None:
+        return None
+    other = Role.DECODE if role is Role.PREFILL else Role.PREFILL
+    # A role that does not fit says for itself what it needs.
+    if nearest[other] == wanted[other] or not fits(wanted[other]):
+        return nearest_text(nearest[role])
+    return nearest_texts(nearest[role], other, nearest[other])
 
 
 def longest_served(s: Settings) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,30 @@ def test_tp1_on_mi300x_is_refused_with_the_arithmetic_and_the_nearest_layout() -
 def test_one_node_of_mi300x_cannot_hold_the_checkpoint() -> None:
     problems = refused("mi300x-2p2d.yaml", prefill__nodesPerGroup=1, decode__nodesPerGroup=1).problems
     assert "nearest layout that fits: 2 x 8 GPUs with tensorParallel" in problems[0].remedy
+
+
+def test_a_wider_lane_is_proposed_for_both_roles_since_one_alone_would_be_refused() -> None:
+    example, freed = "mi325x-2p2d.yaml", {"model__maxModelLen": None, "prefill__maxNumSeqs": 8, "decode__maxNumSeqs": 8}
+    (problem,) = refused(example, prefill__nodesPerGroup=1, **freed).problems
+    assert problem.field == "spec.prefill"
+    assert problem.remedy == (
+        "use the nearest layouts that fit: 1 x 8 GPUs with tensorParallel 4, and for spec.decode 2 x 8 GPUs with "
+        "tensorParallel 4"
+    )
+    wider = {"prefill__tensorParallel": 4, "decode__tensorParallel": 4}
+    assert isinstance(plan_of(example, prefill__nodesPerGroup=1, **wider, **freed), Plan)
+
+
+def test_remedies_of_two_refused_roles_go_together() -> None:
+    """Alone, prefill's two nodes would take lanes of 4 GPUs, decode's four nodes lanes of 2."""
+    shapes: dict[str, Any] = {"prefill__tensorParallel": 1, "decode__tensorParallel": 1, "decode__nodesPerGroup": 4}
+    asked = {"model__maxModelLen": 620_000, "prefill__maxNumSeqs": 1, "decode__maxNumSeqs": 1}
+    problems = refused("mi300x-2p2d.yaml", **asked, **shapes).problems
+    assert [problem.field for problem in problems] == ["spec.prefill", "spec.decode"]
+    for role, problem in zip(Role, problems, strict=True):
+        nodes, width = re.findall(r"(\d+) x 8 GPUs with tensorParallel (\d+)", problem.remedy)[0]
+        shapes |= {f"{role}__nodesPerGroup": int(nodes), f"{role}__tensorParallel": int(width)}
+    fitting("mi300x-2p2d.yaml", **asked, **shapes)
 
 
 def test_a_length_that_does_not_fit_names_the_longest_that_does() -> None:
