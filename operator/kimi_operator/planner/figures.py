@@ -32,6 +32,8 @@ class Verdict(StrEnum):
     """What a comparison says."""
 
     MET = "met"
+    FITTED = "fitted"
+    """Met by a factor that was fitted on this very figure, so it could not miss."""
     CHOSEN = "met, inputs chosen"
     DEFINITION = "by definition"
     MISSED = "MISSED"
@@ -69,6 +71,8 @@ class Computed:
     how: str
     reason: str = ""
     """Why it does not reconcile with what was published."""
+    is_fitted: bool = False
+    """Whether the published figure itself gave the factor of the computed one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +103,10 @@ def judge(figure: Figure, computed: Computed | None) -> Checked:
         verdict = Verdict.NOT_COMPUTED
     elif figure.kind is Kind.NOTE:
         verdict = Verdict.NOTE if computed.reason else Verdict.MISSED
+    elif not _agrees(figure, computed.value):
+        verdict = Verdict.MISSED
     else:
-        verdict = _MET[figure.kind] if _agrees(figure, computed.value) else Verdict.MISSED
+        verdict = Verdict.FITTED if computed.is_fitted else _MET[figure.kind]
     return Checked(figure, computed, verdict)
 
 

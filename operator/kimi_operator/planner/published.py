@@ -10,7 +10,7 @@ from typing import TypeAlias
 from kimi_operator.api.profile import DType
 from kimi_operator.planner.architecture import Architecture
 from kimi_operator.planner.figures import Computed, Value
-from kimi_operator.planner.fit import Residual, Sample, calibrate, residuals
+from kimi_operator.planner.fit import Residual, Sample, Use, calibrate, residuals
 from kimi_operator.planner.memory import ExpertFormat, row_bytes, slot_bytes, weight_lines
 from kimi_operator.planner.predict import decode_step_ms
 from kimi_operator.planner.published_settings import EP16_TP2, FP8, POOL_MI300X, POOL_MI325X, SETTINGS, PublishedSetting
@@ -51,11 +51,13 @@ class Computation:
     how: str | Callable[[Given], str]
     reason: str | Callable[[Given], str] = ""
     """For a row that does not reconcile: why."""
+    fitted: Callable[[Given], bool] = lambda _: False
+    """Whether the row's own figure gave its factor."""
 
     def __call__(self, given: Given) -> Computed:
         """The row's value, with its texts."""
         how, reason = (text if isinstance(text, str) else text(given) for text in (self.how, self.reason))
-        return Computed(self.compute(given), how, reason)
+        return Computed(self.compute(given), how, reason, self.fitted(given))
 
 
 def compute(path: str, given: Given) -> Computed | None:
@@ -146,7 +148,11 @@ def _decode_step(name: str) -> Computation:
         predicted = _decode_residuals(given.samples)[name].predicted
         return f"{predicted.low:.1f} to {predicted.high:.1f} ms; {predicted.calibrated_on}"
 
-    return Computation(lambda given: _decode_residuals(given.samples)[name].predicted.value, how)
+    return Computation(
+        lambda given: _decode_residuals(given.samples)[name].predicted.value,
+        how,
+        fitted=lambda given: _decode_residuals(given.samples)[name].sample.use is Use.FITTED,
+    )
 
 
 def _decode_rate(given: Given, like: str, concurrency: int) -> float:

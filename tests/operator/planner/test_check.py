@@ -42,7 +42,7 @@ def test_every_row_is_shown_with_both_values_and_a_verdict(capsys: pytest.Captur
     ]
     note = out.splitlines()[out.splitlines().index(rows["mib_per_1024_token_request"]) + 1]
     assert note.startswith("    why: printed is 14,098 B x 1,024")
-    counts = "46 met, 3 met, inputs chosen, 1 by definition, 4 known not to reconcile"
+    counts = "44 met, 2 fitted, 3 met, inputs chosen, 1 by definition, 4 known not to reconcile"
     assert f"\n{len(published_figures())} rows: {counts}\n" in out
 
 
@@ -54,8 +54,10 @@ def test_json_holds_the_same_rows(capsys: pytest.CaptureFixture[str]) -> None:
     caps = next(row for row in document["rows"] if row["name"] == "short_request_cap_mi300x_4e9_8_lanes")
     assert (caps["published"], caps["computed"], caps["verdict"], caps["deviation"]) == (96, 96, "met", 0.0)
     verdicts = {row["name"]: row["verdict"] for row in document["rows"]}
-    assert set(verdicts.values()) == {"met", "met, inputs chosen", "by definition", "known not to reconcile"}
+    assert set(verdicts.values()) == {"met", "fitted", "met, inputs chosen", "by definition", "known not to reconcile"}
     assert verdicts["needles"] == "by definition", "a sum cannot miss"
+    fitted = {name for name, verdict in verdicts.items() if verdict == "fitted"}
+    assert fitted == {"fit_mi325x_tp8_conc1", "fit_mi355x_tp8_conc2"}, "a factor meets its own point"
 
 
 def test_settings_of_the_report_say_which_inputs_were_chosen(capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,6 +30,7 @@ def test_published_figure_is_met(figure: Figure) -> None:
     assert row.is_right, f"computed {row.computed.value}, published {figure.published} ({figure.kind})"
     assert row.computed.how
     assert (figure.kind is Kind.NOTE) == bool(row.computed.reason)
+    assert (row.verdict is Verdict.FITTED) == figure.name.startswith("fit_")
 
 
 def test_every_computation_has_its_row() -> None:
@@ -90,6 +91,12 @@ def figure(published: float | str, kind: Kind, tolerance: float | None = None) -
 )
 def test_verdict(row: Figure, computed: float | str, verdict: Verdict) -> None:
     assert judge(row, Computed(computed, "how")).verdict is verdict
+
+
+def test_a_row_met_by_a_factor_fitted_on_it_is_told_apart_and_can_still_miss() -> None:
+    row = figure(100.0, Kind.WITHIN, 0.01)
+    assert judge(row, Computed(100.0, "how", is_fitted=True)).verdict is Verdict.FITTED
+    assert judge(row, Computed(102.0, "how", is_fitted=True)).verdict is Verdict.MISSED
 
 
 def test_a_note_says_why_and_a_row_without_computation_is_not_right() -> None:
