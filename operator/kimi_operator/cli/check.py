@@ -26,7 +26,7 @@ TITLES = ("published figure", "published", "computed", "tolerance", "verdict", "
 def check(output: str) -> int:
     """Print the comparison as text, json, yaml or markdown; returns 1 when a row is missed or not computed."""
     measured = built_in_measurements()
-    given = Given(architecture(ARCHITECTURE), measured.samples, {note.name: note.reason for note in measured.notes})
+    given = Given(architecture(ARCHITECTURE), measured.samples, {note.name: note.explained for note in measured.notes})
     rows = [judge(figure, compute(figure.path, given)) for figure in published_figures()]
     times = residuals(measured.samples)
     if output in ("json", "yaml"):

@@ -25,7 +25,7 @@ class Kind(StrEnum):
     DEFINITION = "definition"
     """A sum that holds by what the figure means; nothing about hardware or model is computed."""
     NOTE = "note"
-    """Known not to reconcile: shown, never fitted to."""
+    """Known not to reconcile: shown, never fitted to. Its value must stay as its reason was written for."""
 
 
 class Verdict(StrEnum):
@@ -39,6 +39,10 @@ class Verdict(StrEnum):
     MISSED = "MISSED"
     NOTE = "known not to reconcile"
     NOT_COMPUTED = "not computed"
+
+
+NOTE_TOLERANCE = 0.001
+"""How far, relatively, a note's value may lie from the one that its reason was written for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +77,23 @@ class Computed:
     """Why it does not reconcile with what was published."""
     is_fitted: bool = False
     """Whether the published figure itself gave the factor of the computed one."""
+    recorded: float | None = None
+    """Of a note: the value that its reason was written for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Explained:
+    """Why a published figure does not reconcile with the value that is computed for it."""
+
+    reason: str
+    """`{times}` in it stands for computed over published."""
+    published: float
+    recorded: float
+    """The value that was computed when the reason was written."""
+
+    def text(self, computed: float) -> str:
+        """The reason, with figures of what is computed now."""
+        return self.reason.replace("{times}", f"{computed / self.published:.1f}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,16 +119,23 @@ _MET = {
 
 
 def judge(figure: Figure, computed: Computed | None) -> Checked:
-    """Compare one row. A note without a reason is a miss: it would hide a deviation."""
+    """Compare one row. A note without a reason, or whose value has moved, is a miss: it would hide a deviation."""
     if computed is None:
         verdict = Verdict.NOT_COMPUTED
     elif figure.kind is Kind.NOTE:
-        verdict = Verdict.NOTE if computed.reason else Verdict.MISSED
+        verdict = Verdict.NOTE if computed.reason and _has_stayed(computed) else Verdict.MISSED
     elif not _agrees(figure, computed.value):
         verdict = Verdict.MISSED
     else:
         verdict = Verdict.FITTED if computed.is_fitted else _MET[figure.kind]
     return Checked(figure, computed, verdict)
+
+
+def _has_stayed(computed: Computed) -> bool:
+    value, recorded = computed.value, computed.recorded
+    if recorded is None or isinstance(value, str):
+        return False
+    return abs(value - recorded) <= NOTE_TOLERANCE * abs(recorded)
 
 
 def _agrees(figure: Figure, computed: Value) -> bool:

@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from kimi_operator.api.profile import DType
 from kimi_operator.planner.architecture import Architecture
-from kimi_operator.planner.figures import Computed, Value
+from kimi_operator.planner.figures import Computed, Explained, Value
 from kimi_operator.planner.fit import Residual, Sample, Use, calibrate, residuals
 from kimi_operator.planner.memory import ExpertFormat, row_bytes, slot_bytes, weight_lines
 from kimi_operator.planner.predict import decode_step_ms
@@ -36,7 +36,7 @@ class Given:
     architecture: Architecture
     samples: tuple[Sample, ...]
     """Measured times: those marked fitted give the factors, the others are predicted without having been seen."""
-    reasons: Mapping[str, str]
+    notes: Mapping[str, Explained]
     """Why figures about speed do not reconcile, by the name of the row."""
 
 
@@ -53,11 +53,14 @@ class Computation:
     """For a row that does not reconcile: why."""
     fitted: Callable[[Given], bool] = lambda _: False
     """Whether the row's own figure gave its factor."""
+    recorded: float | Callable[[Given], float] | None = None
+    """For a row that does not reconcile: the value that `reason` was written for."""
 
     def __call__(self, given: Given) -> Computed:
         """The row's value, with its texts."""
         how, reason = (text if isinstance(text, str) else text(given) for text in (self.how, self.reason))
-        return Computed(self.compute(given), how, reason, self.fitted(given))
+        recorded = self.recorded(given) if callable(self.recorded) else self.recorded
+        return Computed(self.compute(given), how, reason, self.fitted(given), recorded)
 
 
 def compute(path: str, given: Given) -> Computed | None:
@@ -166,8 +169,22 @@ def _setting(setting: PublishedSetting) -> Computation:
     return Computation(lambda g: setting.solution(g.architecture).max_num_seqs, lambda g: setting.how(g.architecture))
 
 
-def _reason(name: str) -> Callable[[Given], str]:
-    return lambda given: given.reasons[name]
+def _note(name: str, rate: Callable[[Given], float], how: str) -> Computation:
+    """A figure about speed whose reason stands beside the measured times."""
+    return Computation(
+        rate,
+        how,
+        reason=lambda given: given.notes[name].text(rate(given)),
+        recorded=lambda given: given.notes[name].recorded,
+    )
+
+
+def _pool_reason(given: Given) -> str:
+    rows, state = row_bytes(given.architecture, FP8), slot_bytes(given.architecture, 1, DType.BFLOAT16)
+    return (
+        "most likely what a token of the longest request costs the unified pool, and so no bytes on the wire: rows "
+        f"alone are {rows:,} B a token, and the state, {state:,} B a request, is in no figure per token"
+    )
 
 
 _ONE_MILLION = 1_000_000
@@ -226,13 +243,14 @@ COMPUTATIONS: dict[str, Computation] = {
     "cache.bytes_per_token_transferred": Computation(
         lambda g: _pool(g, 0).layout.request_bytes(_ONE_MILLION) / _ONE_MILLION,
         "blocks of a request of 1,000,000 tokens / 1,000,000",
-        reason="what a token of the longest request costs the unified pool, not bytes on the wire: rows alone are "
-        "13,824 B a token, and the state, 449,372,160 B a request, is in no figure per token",
+        reason=_pool_reason,
+        recorded=14_093.84,
     ),
     "cache.mib_per_1024_token_request": Computation(
         lambda g: _request_mib(g, 1024),
         "(1,024 x 13,824 B + 449,372,160 B) / 2^20",
         reason="printed is 14,098 B x 1,024, which leaves out the state that moves with every request",
+        recorded=442.055,
     ),
     "unified_block_pool_tp2_fp8.block_tokens": Computation(
         lambda g: _pool(g, 0).layout.block_tokens, "3,256,320 B of state a layer / 576 B a row, up to 128 tokens"
@@ -280,15 +298,15 @@ COMPUTATIONS: dict[str, Computation] = {
     "decode_tpot_ms.mi355x_tp8_conc4": _decode_step("mi355x_tp8_conc4"),
     "decode_tpot_ms.mi355x_tp8_conc8": _decode_step("mi355x_tp8_conc8"),
     "decode_tpot_ms.mi355x_tp8_conc64": _decode_step("mi355x_tp8_conc64"),
-    "throughput.mi325x_512_tok_s": Computation(
+    "throughput.mi325x_512_tok_s": _note(
+        "mi325x_512_tok_s",
         lambda g: _decode_rate(g, "mi325x_2p2d_conc1", 512),
         "512 running / predicted decode step, prefill left out",
-        reason=_reason("mi325x_512_tok_s"),
     ),
-    "throughput.mi300x_seqs_8_to_32_at_conc128_gain": Computation(
+    "throughput.mi300x_seqs_8_to_32_at_conc128_gain": _note(
+        "mi300x_seqs_8_to_32_at_conc128_gain",
         lambda g: _decode_rate(g, "mi300x_2p2d_conc1", 128) / _decode_rate(g, "mi300x_2p2d_conc1", 64),
         "128 running over 8 x 8 lanes running, predicted decode steps, prefill left out",
-        reason=_reason("mi300x_seqs_8_to_32_at_conc128_gain"),
     ),
     "correctness.needles": Computation(
         lambda _: f"{sum(NEEDLES_AT_ONCE)}/{sum(NEEDLES_AT_ONCE)}",

@@ -16,6 +16,7 @@ from kimi_operator.api.calibration import CalibrationSpec
 from kimi_operator.api.profile import HardwareProfile
 from kimi_operator.errors import InvalidSpec, Problem
 from kimi_operator.planner.architecture import Architecture
+from kimi_operator.planner.figures import Explained
 from kimi_operator.planner.fit import Sample, Use, calibrate, stated
 from kimi_operator.planner.layout import divides
 from kimi_operator.planner.memory import ITEMSIZE, ExpertFormat, GroupShape, expert_format
@@ -111,8 +112,14 @@ class Note(ApiModel):
 
     name: Name
     published: float
+    computed: float
     unit: str
     reason: str
+
+    @property
+    def explained(self) -> Explained:
+        """For the row of the published figure."""
+        return Explained(self.reason, self.published, self.computed)
 
 
 class MeasurementFile(ApiModel):

@@ -42,6 +42,9 @@ def test_every_row_is_shown_with_both_values_and_a_verdict(capsys: pytest.Captur
     ]
     note = out.splitlines()[out.splitlines().index(rows["mib_per_1024_token_request"]) + 1]
     assert note.startswith("    why: printed is 14,098 B x 1,024")
+    assert "why: most likely what a token of the longest request costs the unified pool" in out
+    assert "Decode alone gives 3.3 times as much" in out
+    assert "Decode alone gains 1.4 times as much" in out
     counts = "44 met, 2 fitted, 3 met, inputs chosen, 1 by definition, 4 known not to reconcile"
     assert f"\n{len(published_figures())} rows: {counts}\n" in out
 

@@ -20,7 +20,7 @@ from kimi_operator.profiles.measurements import built_in_measurements
 
 FIGURES = published_figures()
 MEASURED = built_in_measurements()
-GIVEN = Given(architecture("kimi-k3"), MEASURED.samples, {note.name: note.reason for note in MEASURED.notes})
+GIVEN = Given(architecture("kimi-k3"), MEASURED.samples, {note.name: note.explained for note in MEASURED.notes})
 
 
 @pytest.mark.parametrize("figure", FIGURES, ids=lambda figure: figure.path)
@@ -93,6 +93,25 @@ def test_verdict(row: Figure, computed: float | str, verdict: Verdict) -> None:
     assert judge(row, Computed(computed, "how")).verdict is verdict
 
 
+@pytest.mark.parametrize("computed", [6.98, 7.02])
+def test_a_note_whose_value_moved_is_a_miss(computed: float) -> None:
+    """Its reason was written for another value."""
+    assert judge(figure(100, Kind.NOTE), Computed(computed, "how", "other units", recorded=7)).verdict is Verdict.MISSED
+    assert judge(figure(100, Kind.NOTE), Computed(computed, "how", "other units")).verdict is Verdict.MISSED
+
+
+CACHE_NOTES = [row for row in FIGURES if row.section == "cache" and row.kind is Kind.NOTE]
+
+
+@pytest.mark.parametrize("row", CACHE_NOTES, ids=lambda row: row.name)
+def test_a_note_of_another_model_is_a_miss(row: Figure) -> None:
+    """Only a verdict that depends on the value says anything about the planner."""
+    a = replace(
+        GIVEN.architecture, kv_lora=GIVEN.architecture.kv_lora // 2, kda_heads=GIVEN.architecture.kda_heads // 2
+    )
+    assert judge(row, compute(row.path, replace(GIVEN, architecture=a))).verdict is Verdict.MISSED
+
+
 def test_a_row_met_by_a_factor_fitted_on_it_is_told_apart_and_can_still_miss() -> None:
     row = figure(100.0, Kind.WITHIN, 0.01)
     assert judge(row, Computed(100.0, "how", is_fitted=True)).verdict is Verdict.FITTED
@@ -100,7 +119,7 @@ def test_a_row_met_by_a_factor_fitted_on_it_is_told_apart_and_can_still_miss() -
 
 
 def test_a_note_says_why_and_a_row_without_computation_is_not_right() -> None:
-    note = judge(figure(100, Kind.NOTE), Computed(7, "how", reason="other units"))
+    note = judge(figure(100, Kind.NOTE), Computed(7, "how", "other units", recorded=7))
     assert (note.verdict, note.is_right) == (Verdict.NOTE, True)
     bare = judge(figure(100, Kind.NOTE), None)
     assert (bare.verdict, bare.is_right) == (Verdict.NOT_COMPUTED, False)
