@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -14,7 +13,7 @@ from kimi_operator.planner import MemoryLine, Plan, RolePlan
 from kimi_operator.planner.budget import Budget, PagePool
 from kimi_operator.planner.case import Case, Solution, Stretch, Timing
 from kimi_operator.planner.memory import GroupShape
-from kimi_operator.planner.objective import Forecast
+from kimi_operator.planner.objective import Forecast, mean_request
 from kimi_operator.planner.predict import (
     Capacity,
     CurvePoint,
@@ -228,13 +227,6 @@ def _role(planned: Planned, plan: Plan, role: Role, workload: Workload, forecast
         stretches=stretches(widest),
         unused=() if isinstance(at_plan, Problem) else unused(case, at_plan),
     )
-
-
-def mean_request(workload: Workload) -> Request:
-    """The request that predictions are made for."""
-    prompt, output = math.ceil(workload.prompt.mean), max(1, round(workload.output.mean))
-    _, reused = workload.computed_and_reused(workload.prompt.mean)
-    return Request(prompt, output, reused)
 
 
 def _speed(prefill: RoleOutlook, decode: RoleOutlook, workload: Workload, forecast: Forecast) -> Speed:

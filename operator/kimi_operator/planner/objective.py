@@ -2,17 +2,35 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from kimi_operator.api.deployment import Role
 from kimi_operator.planner.case import Solution, Timing
 from kimi_operator.planner.memory import GroupShape
-from kimi_operator.planner.predict import Calibration, PrefillSide, Side, roofline_s
+from kimi_operator.planner.predict import (
+    Calibration,
+    Capacity,
+    PrefillSide,
+    Request,
+    Side,
+    roofline_s,
+    throughput_curve,
+)
 from kimi_operator.planner.roofline import DecodeLoad, PrefillLoad, Setup
 from kimi_operator.planner.space import Layout
-from kimi_operator.planner.units import ceil_div
 from kimi_operator.planner.workload import Workload
+
+_Side = TypeVar("_Side", bound=Side)
+
+
+def mean_request(workload: Workload) -> Request:
+    """The request that predictions are made for."""
+    prompt, output = math.ceil(workload.prompt.mean), max(1, round(workload.output.mean))
+    _, reused = workload.computed_and_reused(workload.prompt.mean)
+    return Request(prompt, output, reused)
 
 
 @dataclass(frozen=True)
@@ -49,19 +67,19 @@ class Forecast:
         return PrefillSide(self.setup(shape, Role.PREFILL), self.prefill, groups, chunk_tokens=self.chunk_tokens)
 
     def throughput(self, layout: Layout, prefill: Solution, decode: Solution) -> float:
-        """Output tokens a second: the less of what running requests decode and what prefill can feed.
+        """Output tokens a second of as many requests as are asked for, else as decode has places: as a plan's curve.
 
-        Prefill's lanes are all busy, each with a prompt at a time; `prefill` does not matter then.
+        `prefill` does not matter: a lane takes a prompt at a time.
         """
         del prefill
-        work, shape = self.workload, layout.prefill
-        running = min(decode.running, work.running or decode.running)
-        load = DecodeLoad(ceil_div(running, layout.decode_groups), work.mean_context)
-        decoded = running / self._time_s(self.setup(layout.decode, Role.DECODE), load)
-        computed, reused = work.computed_and_reused(work.prompt.mean)
-        busy = PrefillLoad(computed, reused, self.chunk_tokens, busy_lanes=shape.lanes)
-        prompts = layout.lanes(Role.PREFILL) / self._time_s(self.setup(shape, Role.PREFILL), busy)
-        return min(decoded, prompts * float(work.output.mean))
+        request = mean_request(self.workload)
+        # The solver counted what memory holds, so a place is as good as a page of a whole request.
+        held = Capacity(decode.max_num_seqs, decode.max_num_seqs, request.prompt_tokens + request.output_tokens)
+        fed = _without_band(self.decode_side(layout.decode, layout.decode_groups))
+        feeds = _without_band(self.prefill_side(layout.prefill, layout.prefill_groups))
+        asked = self.workload.running or decode.running
+        (point,) = throughput_curve(fed, held, request, [asked], feeds)
+        return point.tokens_per_second.value
 
     def _time_s(self, setup: Setup, load: DecodeLoad | PrefillLoad) -> float:
         key = (setup, load)
@@ -69,3 +87,9 @@ class Forecast:
             calibration = self.decode if isinstance(load, DecodeLoad) else self.prefill
             self._seconds[key] = calibration.factor() * roofline_s(setup, load)
         return self._seconds[key]
+
+
+def _without_band(side: _Side) -> _Side:
+    """The same side, whose factor is not fitted anew over what is assumed: a ranking needs the value alone."""
+    stated = replace(side.calibration, anchors=(), stated_factor=side.calibration.factor())
+    return replace(side, calibration=stated)

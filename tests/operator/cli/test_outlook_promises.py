@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from kimi_operator.api import KimiDeployment, parse
 from kimi_operator.api.profile import HardwareProfile
 from kimi_operator.cli.manifests import plan_deployment
 from kimi_operator.cli.outlook import Outlook, Speed, look_ahead
+from kimi_operator.cli.search import find_layouts
 from kimi_operator.planner import Infeasible, Plan
+from kimi_operator.planner.memory import GroupShape
+from kimi_operator.planner.search import Layout
 from kimi_operator.planner.workload import read_workload
-from kimi_operator.profiles import built_in_profiles
+from kimi_operator.profiles import architecture, built_in_profiles
 
+K3 = architecture("kimi-k3")
 MI300X = built_in_profiles()["mi300x"]
 ROLE = {"groups": 1, "nodesPerGroup": 2, "gpusPerNode": 8, "tensorParallel": 2}
 
@@ -54,3 +59,13 @@ def test_smaller_steps_of_prefill_slow_the_curve_that_prefill_binds() -> None:
     assert one.at.binds == other.at.binds == "prefill"
     assert other.prefill.value > 1.01 * one.prefill.value
     assert other.at.tokens_per_second.value < 0.995 * one.at.tokens_per_second.value
+
+
+@pytest.mark.parametrize("concurrency", [None, 1, 10, 150])
+@pytest.mark.parametrize(("prompt", "output"), [(20_000, 100), (1000, 2000)])
+def test_a_search_promises_the_tokens_of_the_plan(concurrency: int | None, prompt: int, output: int) -> None:
+    work = {"prompt": prompt, "output": output} | ({} if concurrency is None else {"concurrency": concurrency})
+    found = find_layouts(K3, MI300X, MI300X.spec.runtime.kv_cache_dtype, read_workload(work), 4)
+    wanted = GroupShape(2, 8, 2)
+    (same,) = (each for each in found.result.ranked if each.layout == Layout(wanted, 1, wanted, 1))
+    assert same.throughput == pytest.approx(speed_on(MI300X, work).at.tokens_per_second.value)

@@ -20,6 +20,7 @@ from kimi_operator.profiles.measurements import built_in_measurements, calibrati
 K3 = architecture("kimi-k3")
 PROFILE = built_in_profiles()["mi325x"]
 ENGINE = built_in_measurements().engines["vllm-int4"]
+CHUNK = PROFILE.spec.limits.prefill_batched_tokens
 EP16 = GroupShape(2, 8, 2)
 WORK = Workload(fixed(2048), fixed(128))
 
@@ -33,7 +34,7 @@ PREFILL = calibration_for(setup_of(EP16, Role.PREFILL), PrefillLoad, None)
 
 
 def forecast(workload: Workload = WORK) -> Forecast:
-    return Forecast(workload, setup_of, DECODE, PREFILL, PROFILE.spec.limits.prefill_batched_tokens)
+    return Forecast(workload, setup_of, DECODE, PREFILL, CHUNK)
 
 
 def search_of(workload: Workload, num_nodes: int) -> Search:
@@ -60,7 +61,7 @@ def test_throughput_is_that_of_the_curve_where_all_lanes_are_full() -> None:
     ahead = forecast()
     sides = ahead.decode_side(EP16, 1), ahead.prefill_side(EP16, 1)
     held = Capacity(max_num_seqs=64, num_pages=64, page_size_tokens=2176)
-    (point,) = throughput_curve(sides[0], held, Request(2048, 128), [4096], sides[1])
+    (point,) = throughput_curve(sides[0], held, Request(2048, 128), [512], sides[1])
     assert forecast().throughput(layout, prefill, decode) == pytest.approx(point.tokens_per_second.value)
 
 
@@ -72,7 +73,22 @@ def test_throughput_counts_the_requests_that_are_asked_for_and_no_idle_places() 
     assert isinstance(decode, Solution)
     assert decode.running == 16, "two places in each of 8 lanes"
     step = decode_step_ms(setup_of(EP16, Role.DECODE), DecodeLoad(9, work.mean_context), DECODE)
-    assert forecast(work).throughput(Layout(EP16, 1, EP16, 1), prefill, decode) == pytest.approx(9e3 / step.value)
+    prompt = prefill_ms(setup_of(EP16, Role.PREFILL), PrefillLoad(2048, 0, CHUNK), PREFILL)
+    token_ms = step.value + prompt.value / 2048
+    assert forecast(work).throughput(Layout(EP16, 1, EP16, 1), prefill, decode) == pytest.approx(9e3 / token_ms)
+
+
+def test_one_request_gets_no_more_tokens_than_its_prompt_and_answer_take() -> None:
+    """Long prompts, short answers, nobody else: most of the time decode waits for prefill."""
+    work = Workload(fixed(20_000), fixed(100), concurrency=1)
+    request = search_of(work, 4)
+    prefill, decode = (request.outcome(role, EP16, 1) for role in Role)
+    assert isinstance(prefill, Solution)
+    assert isinstance(decode, Solution)
+    ahead = forecast(work)
+    request_s = ahead.timing(EP16, Role.PREFILL).prefill_s(20_000, 0)
+    request_s += 100 * decode_step_ms(setup_of(EP16, Role.DECODE), DecodeLoad(1, work.mean_context), DECODE).value / 1e3
+    assert ahead.throughput(Layout(EP16, 1, EP16, 1), prefill, decode) == pytest.approx(100 / request_s)
 
 
 def test_long_answers_earn_more_decode_groups_than_long_prompts() -> None:
