@@ -32,6 +32,12 @@ from kimi_operator.planner.pools import Room, Settings, cut_pools, pool_lines
 
 KV_DTYPES = {KvPrecision.BF16: DType.BFLOAT16, KvPrecision.FP32: DType.FLOAT32}
 
+MAY_SHRINK = (
+    "; left to the plan: with more memory a further request may take its slot from the pages, state maxNumSeqs to "
+    "keep them"
+)
+"""All memory is used, so pages cannot rise with it at every step where the running requests do too."""
+
 
 @dataclass(frozen=True, slots=True)
 class RolePlan:
@@ -107,7 +113,7 @@ def make_plan(
     With spec.workload, running requests of a lane are solved for it; its targets need `speed`, the predictions. What
     is stated is served or refused: model.maxModelLen, or else the workload's longest request, is held by both roles.
     Beyond that nothing is promised: slots are filled first, so more memory may buy running requests and leave fewer
-    pages, and with them a shorter longest request.
+    pages, and with them a shorter longest request. A role whose running requests the plan chooses says so.
     """
     settings, problems = _settings(architecture, spec, profile.spec)
     problems += check_layout(architecture, spec, profile.spec)
@@ -201,12 +207,12 @@ def _role_plan(s: Settings, cut: _Cut, max_model_len: int, demand: Demand | None
         num_state_slots=room.num_state_slots,
         slot_bytes=room.units.slot_bytes,
         lines=room.lines + pool_lines(s, room),
-        binds=binds_text(demand, cut.solution) if demand and cut.solution else _binds(room, context, max_model_len),
+        binds=binds_text(demand, cut.solution) if demand and cut.solution else _binds(s, room, context, max_model_len),
     )
 
 
-def _binds(room: Room, context: int, max_model_len: int) -> str:
+def _binds(s: Settings, room: Room, context: int, max_model_len: int) -> str:
     seqs = f"maxNumSeqs ({room.max_num_seqs} a lane, {room.max_num_seqs * room.shape.lanes} a group)"
-    if context >= max_model_len:
-        return f"{seqs} binds at every context"
-    return f"{seqs} binds up to {context:,} tokens a request, KV pages above"
+    where = "at every context" if context >= max_model_len else f"up to {context:,} tokens a request, KV pages above"
+    grows = s.spec.role(room.role).max_num_seqs is None and room.max_num_seqs < s.profile.limits.max_num_seqs
+    return f"{seqs} binds {where}{MAY_SHRINK if grows else ''}"

@@ -113,6 +113,29 @@ def test_binds_says_from_which_context_pages_bind() -> None:
     assert "every context" in fitting("local/2p2d.yaml", decode__maxNumSeqs=1).decode.binds
 
 
+def test_a_plan_that_chooses_says_that_more_memory_may_leave_fewer_pages() -> None:
+    """40 MB more make room for an 18th request, whose slot takes 104 pages."""
+    left = {"model__maxModelLen": None, "prefill__maxNumSeqs": None, "decode__maxNumSeqs": None}
+    spec = spec_of("mi300x-2p2d.yaml", **left)
+    found = []
+    for memory in (201_966_592_000, 202_006_592_000):
+        gpu = PROFILES["mi300x"].spec.gpu.model_copy(update={"memory": memory})
+        profile = PROFILES["mi300x"].model_copy(
+            update={"spec": PROFILES["mi300x"].spec.model_copy(update={"gpu": gpu})}
+        )
+        plan = plan_on(architecture("kimi-k3"), spec, profile)
+        assert isinstance(plan, Plan)
+        found.append((plan.decode.max_num_seqs, plan.decode.num_pages, plan.decode.max_model_len))
+        assert plan.decode.binds.endswith(
+            "; left to the plan: with more memory a further request may take its slot from the pages, state maxNumSeqs "
+            "to keep them"
+        )
+    assert found == [(17, 4_724, 302_336), (18, 4_620, 295_680)]
+    # No further request, no loss: as many as the profile allows, or as the user states.
+    assert "left to the plan" not in fitting("mi325x-2p2d.yaml", **left).decode.binds
+    assert "left to the plan" not in fitting("mi300x-2p2d.yaml").decode.binds
+
+
 def test_step_budget_never_falls_below_the_running_requests() -> None:
     assert fitting("mi325x-2p2d.yaml").decode.max_num_batched_tokens == 512
     assert fitting("mi325x-2p2d.yaml").prefill.max_num_batched_tokens == 2048

@@ -12,6 +12,7 @@ from kimi_operator.api import KimiDeploymentSpec, Role, parse
 from kimi_operator.api.profile import DType
 from kimi_operator.planner import Infeasible, Plan, make_plan
 from kimi_operator.planner.memory import ExpertFormat, GroupShape, reserve_lines, weight_lines
+from kimi_operator.planner.plan import MAY_SHRINK, RolePlan
 from kimi_operator.profiles import architecture, built_in_profiles
 
 K3 = architecture("kimi-k3")
@@ -107,6 +108,31 @@ def test_more_memory_never_makes_the_plan_choose_less(ask: Asked, more: int) -> 
         assert pool_bytes(large, role) > pool_bytes(small, role) - small.role(role).page_bytes
 
 
+SEVENTEEN = Asked(13_303_000_000, 2, 2, "BF16", None, None, None)
+"""17 running requests; 40 MB more make room for another, which takes its slot from the pages."""
+
+
+@settings(max_examples=40)
+@given(ask=asked(), more=st.integers(1, GIB))
+@example(ask=SEVENTEEN, more=40_000_000)
+def test_only_a_plan_that_says_so_loses_pages_to_more_memory_and_stating_its_choice_keeps_them(
+    ask: Asked, more: int
+) -> None:
+    small, large = ask.plan(), replace(ask, spare=ask.spare + more).plan()
+    if isinstance(small, Infeasible):
+        return
+    seqs = {"prefill_seqs": small.prefill.max_num_seqs, "decode_seqs": small.decode.max_num_seqs}
+    kept = replace(ask, spare=ask.spare + more, **seqs).plan()
+    assert isinstance(large, Plan)
+    assert isinstance(kept, Plan)
+    for role in Role:
+        before, after = small.role(role), large.role(role)
+        assert after.num_pages >= before.num_pages or MAY_SHRINK in before.binds
+        assert MAY_SHRINK not in kept.role(role).binds
+        assert kept.role(role).num_pages >= before.num_pages
+        assert kept.role(role).max_model_len >= before.max_model_len
+
+
 @settings(max_examples=40)
 @given(ask=asked(**LEFT_TO_THE_PLAN))
 @example(ask=ONE_LONG)
@@ -152,15 +178,22 @@ def test_a_shorter_length_fits_where_a_longer_one_does(ask: Asked, shorter: int)
 
 @settings(max_examples=40)
 @given(ask=asked())
+@example(ask=SEVENTEEN)
 def test_planning_a_plan_again_changes_nothing(ask: Asked) -> None:
-    """Writing the plan's own choices into the spec gives the same plan."""
+    """Writing the plan's own choices into the spec gives the same plan, of which nothing is a choice any more."""
     first = ask.plan()
     if isinstance(first, Infeasible):
         return
     choices = {"prefill_seqs": first.prefill.max_num_seqs, "decode_seqs": first.decode.max_num_seqs}
-    assert replace(ask, **choices).plan() == first
     assert replace(ask, max_model_len=first.decode.max_model_len).plan() == first
-    assert replace(ask, max_model_len=first.decode.max_model_len, **choices).plan() == first
+    stated = replace(first, prefill=as_stated(first.prefill), decode=as_stated(first.decode))
+    assert replace(ask, **choices).plan() == stated
+    assert replace(ask, max_model_len=first.decode.max_model_len, **choices).plan() == stated
+
+
+def as_stated(planned: RolePlan) -> RolePlan:
+    """Without the words on what the plan chose."""
+    return replace(planned, binds=planned.binds.removesuffix(MAY_SHRINK))
 
 
 @settings(max_examples=40)
