@@ -26,7 +26,7 @@ from kimi_operator.planner.predict import (
     throughput_curve,
 )
 from kimi_operator.planner.roofline import DecodeLoad, PrefillLoad, Setup
-from kimi_operator.planner.solve import solve, stretches, unused
+from kimi_operator.planner.solve import most, solve, stretches, unused
 from kimi_operator.planner.workload import Workload, check_lengths, fixed
 from kimi_operator.profiles.forecast import decode_forecast, forecast_of
 
@@ -209,6 +209,7 @@ def _role(planned: Planned, plan: Plan, role: Role, workload: Workload, forecast
         most_seqs=of_role.max_num_seqs,
         max_positions=max(of_role.max_model_len, 1),
         timing=timing,
+        longest=planned.deployment.spec.model.max_model_len or 1,
     )
     widest = replace(
         case,
@@ -224,9 +225,15 @@ def _role(planned: Planned, plan: Plan, role: Role, workload: Workload, forecast
         widest=widest,
         at_plan=at_plan,
         best=solve(widest),
-        stretches=stretches(widest),
+        stretches=stretches(_beside_longest(widest)),
         unused=() if isinstance(at_plan, Problem) else unused(case, at_plan),
     )
+
+
+def _beside_longest(case: Case) -> Case:
+    """The same case, which runs no more than leave the stated maxModelLen its pages: stretches ask for each length."""
+    needed = case.budget.design.units(case.longest)
+    return replace(case, most_seqs=max(1, most(lambda n: case.budget.num_units(n) >= needed, 1, case.most_seqs)))
 
 
 def _speed(prefill: RoleOutlook, decode: RoleOutlook, workload: Workload, forecast: Forecast) -> Speed:

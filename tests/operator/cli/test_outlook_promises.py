@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from kimi_operator.api import KimiDeployment, parse
+from kimi_operator.api import KimiDeployment, Role, parse
 from kimi_operator.api.profile import HardwareProfile
 from kimi_operator.cli.manifests import plan_deployment
-from kimi_operator.cli.outlook import Outlook, Speed, look_ahead
+from kimi_operator.cli.outlook import Outlook, Speed, contexts, look_ahead
 from kimi_operator.cli.search import find_layouts
 from kimi_operator.planner import Infeasible, Plan
+from kimi_operator.planner.case import Solution
 from kimi_operator.planner.memory import GroupShape
 from kimi_operator.planner.search import Layout
 from kimi_operator.planner.workload import read_workload
@@ -21,13 +22,16 @@ MI300X = built_in_profiles()["mi300x"]
 ROLE = {"groups": 1, "nodesPerGroup": 2, "gpusPerNode": 8, "tensorParallel": 2}
 
 
-def planned_on(profile: HardwareProfile, workload: dict[str, Any], **model: int) -> Outlook | Infeasible:
+def planned_on(
+    profile: HardwareProfile, workload: dict[str, Any], seqs: int | None = None, **model: int
+) -> Outlook | Infeasible:
     """2 + 2 nodes, TP2, under a workload."""
+    role = ROLE if seqs is None else {**ROLE, "maxNumSeqs": seqs}
     spec = {
         "model": {"checkpoint": {"hostPath": {"path": "/k3"}}, **model},
         "hardware": {"profile": profile.metadata.name},
-        "prefill": ROLE,
-        "decode": ROLE,
+        "prefill": role,
+        "decode": role,
         "workload": {
             name: {"fixed": value} if name in ("prompt", "output") else value for name, value in workload.items()
         },
@@ -69,3 +73,20 @@ def test_a_search_promises_the_tokens_of_the_plan(concurrency: int | None, promp
     wanted = GroupShape(2, 8, 2)
     (same,) = (each for each in found.result.ranked if each.layout == Layout(wanted, 1, wanted, 1))
     assert same.throughput == pytest.approx(speed_on(MI300X, work).at.tokens_per_second.value)
+
+
+@pytest.mark.parametrize("longest", [428_992, 307_072, 200_000])
+def test_what_could_run_is_planned_when_it_is_stated(longest: int) -> None:
+    """Beside a stated maxModelLen, whose pages the slots of more requests would take."""
+    work = {"prompt": 1000, "output": 100}
+    outlook = planned_on(MI300X, work, maxModelLen=longest)
+    assert isinstance(outlook, Outlook), str(outlook)
+    could = {solution.max_num_seqs for role in Role if isinstance(solution := outlook.role(role).best, Solution)}
+    assert len(could) == 1
+    seqs = could.pop()
+    assert isinstance(planned_on(MI300X, work, seqs=seqs, maxModelLen=longest), Outlook)
+    most = MI300X.spec.limits.max_num_seqs
+    assert seqs == most or isinstance(planned_on(MI300X, work, seqs=seqs + 1, maxModelLen=longest), Infeasible)
+    for role in Role:
+        assert max(stretch.seqs_at_first for stretch in outlook.role(role).stretches) == seqs
+    assert max(point.cut_for_it for point in contexts(outlook)) == seqs * outlook.decode.lanes
