@@ -19,6 +19,8 @@ from kimi_operator.planner.workload import Lengths, fixed
 
 MOST_SEQS = 4096
 """The most that limits.maxNumSeqs may be."""
+RESERVE = "reserve"
+"""Label of the line that stays free on purpose."""
 _SPREAD = 128
 
 
@@ -70,7 +72,10 @@ def _stretch(case: Case, first: int, last: int) -> Stretch:
 
 
 def unused(case: Case, solution: Solution) -> tuple[MemoryLine, ...]:
-    """Memory of a GPU that these settings pay for and the workload never touches; lines of 0 bytes are left out."""
+    """Memory of a GPU that these settings pay for and the workload never touches; lines of 0 bytes are left out.
+
+    What is kept for features that the bundled worker lacks counts too; the reserve, left free on purpose, does not.
+    """
     budget, seqs, design = case.budget, solution.max_num_seqs, case.budget.design
     outside = budget.outside(seqs)
     idle = solution.num_units - _need(case, case.requests)(seqs)
@@ -89,7 +94,8 @@ def unused(case: Case, solution: Solution) -> tuple[MemoryLine, ...]:
             f"{idle:,} of {solution.num_units:,} {design.unit}: {seqs} running requests of this workload fill the rest",
         ),
     )
-    return tuple(line for line in lines if line.bytes)
+    kept = tuple(line for line in budget.lines if line.stays_free and line.label != RESERVE)
+    return tuple(line for line in lines + kept if line.bytes)
 
 
 def most(allows: Callable[[int], bool], least: int, greatest: int) -> int:

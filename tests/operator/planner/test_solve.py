@@ -11,11 +11,11 @@ from kimi_operator.api.profile import DType
 from kimi_operator.errors import InvalidSpec, Problem
 from kimi_operator.planner.budget import BlockPool, Budget, Captures, PagePool
 from kimi_operator.planner.case import Case, Limit, Solution, Timing
-from kimi_operator.planner.memory import MemoryLine, page_bytes, slot_bytes
+from kimi_operator.planner.memory import MemoryLine, page_bytes, reserve_lines, slot_bytes
 from kimi_operator.planner.solve import solve, stretches, unused
 from kimi_operator.planner.unified import block_layout
 from kimi_operator.planner.workload import Workload, fixed
-from kimi_operator.profiles import architecture
+from kimi_operator.profiles import architecture, built_in_profiles
 
 GIB = 2**30
 K3, TINY = architecture("kimi-k3"), architecture("kimi-k3-tiny")
@@ -128,6 +128,25 @@ def test_where_the_published_settings_leave_memory_unused() -> None:
     assert POOL_MI300X - 163 * block == 20_922_880
     assert POOL_MI325X - 502 * block == 27_627_520
     assert round((FREE_MI325X - POOL_MI325X) / GIB, 1) == 42.9
+
+
+def test_what_is_kept_free_for_features_that_the_worker_lacks_is_unused_too() -> None:
+    """The heap of the expert exchange and captured graphs; not the margin, which is left free on purpose."""
+    profile = built_in_profiles()["mi300x"].spec
+    lines = reserve_lines(profile)
+    spare = 20 * GIB
+    case = case_of(requests_of(2176), Budget(sum(line.bytes for line in lines) + spare, lines, PAGES), most_seqs=8)
+    found = {line.label: line for line in unused(case, solved(case))}
+    assert found["symmetric heap"].bytes == 8 * GIB
+    assert found["captured graphs"].bytes == 2 * GIB
+    assert "kept free: the bundled worker captures none" in found["captured graphs"].how
+    assert profile.reserve.margin > 0
+    assert set(found) == {"pool's remainder", "idle KV pages", "symmetric heap", "captured graphs"}
+    none = profile.reserve.model_copy(update={"symmetric_heap": 0, "graphs": 0})
+    lines = reserve_lines(profile.model_copy(update={"reserve": none}))
+    assert not {"symmetric heap", "captured graphs"} & {
+        line.label for line in unused(replace(case, budget=replace(case.budget, lines=lines)), solved(case))
+    }
 
 
 def test_all_of_the_free_memory_would_hold_more() -> None:
