@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from kimi_operator.planner.fit import Residual, Sample, Use
@@ -20,11 +21,8 @@ BANDS = (
     "plans count every held-out time."
 )
 PROMPTS = (
-    "What a token adds only grows with a prompt's length. Where it falls, as to the fitted 100,000 tokens on MI325X, "
-    "no sum of a fixed part, products and attention meets both neighbours: the fitted time is quick for its chip, and "
-    "the factor with it. The times are whole answers of lengths that were not recorded; each token of an answer adds a "
-    "decode step, which is in no prediction. Handoff adds under 0.2 %; launches are counted. So expect prompts to take "
-    "longer than predicted."
+    "The times are whole answers of lengths that were not recorded; each token of an answer adds a decode step, which "
+    "is in no prediction. Handoff adds under 0.2 %; launches are counted."
 )
 
 
@@ -55,8 +53,8 @@ def summaries(found: Iterable[Residual]) -> Iterator[str]:
         if held:
             yield _summary(name, held)
     yield BANDS
-    if rises := tuple(_rises([r.sample for r in found])):
-        yield f"Prompts: {'; '.join(rises)}. {PROMPTS}"
+    if prompts := _prompts(found):
+        yield prompts
 
 
 def _summary(name: str, held: Sequence[Residual]) -> str:
@@ -67,17 +65,57 @@ def _summary(name: str, held: Sequence[Residual]) -> str:
     return f"{name}: {len(held)} held out, {100 * min(errors):+.1f} % to {100 * max(errors):+.1f} % off{side}; {bands}"
 
 
-def _rises(samples: Sequence[Sample]) -> Iterator[str]:
-    """What 1,000 prompt tokens more took, between neighbours of one chip."""
-    lengths: dict[str, dict[int, float]] = {}
+@dataclass(frozen=True, slots=True)
+class _Rise:
+    """What 1,000 prompt tokens more took, from the next shorter prompt of the chip to this one."""
+
+    sample: Sample
+    tokens: int
+    ms: float
+
+    def __str__(self) -> str:
+        return f"{self.ms:,.0f} ms to {self.tokens:,}"
+
+
+def _rises(samples: Iterable[Sample]) -> dict[str, list[_Rise]]:
+    """By chip, in order of length."""
+    lengths: dict[str, dict[int, Sample]] = {}
     for sample in samples:
         if isinstance(sample.load, PrefillLoad):
-            lengths.setdefault(sample.setup.chip.name, {})[sample.load.new_tokens] = sample.measured_s
-    for chip, times in lengths.items():
-        pairs = itertools.pairwise(sorted(times.items()))
-        steps = [f"{1e6 * (b - a) / (n - m):,.0f} ms to {n:,}" for (m, a), (n, b) in pairs]
-        if steps:
-            yield f"1,000 tokens more took on {chip} {', '.join(steps)}"
+            lengths.setdefault(sample.setup.chip.name, {})[sample.load.new_tokens] = sample
+    return {
+        chip: [
+            _Rise(b, n, 1e6 * (b.measured_s - a.measured_s) / (n - m))
+            for (m, a), (n, b) in itertools.pairwise(sorted(times.items()))
+        ]
+        for chip, times in lengths.items()
+        if len(times) > 1
+    }
+
+
+def _prompts(found: Sequence[Residual]) -> str:
+    """What measured prompts show that no prediction follows; empty without two of one chip."""
+    rises = _rises(r.sample for r in found)
+    if not rises:
+        return ""
+    steps = (f"1,000 tokens more took on {chip} {', '.join(map(str, each))}" for chip, each in rises.items())
+    texts = [f"Prompts: {'; '.join(steps)}."]
+    falls = {chip: [b for a, b in itertools.pairwise(each) if b.ms < a.ms] for chip, each in rises.items()}
+    if where := [f"on {chip} to {' and '.join(f'{b.tokens:,}' for b in each)}" for chip, each in falls.items() if each]:
+        texts.append(
+            "What a token adds only grows with a prompt's length. Where it falls, as "
+            f"{' and '.join(where)}, no sum of a fixed part, products and attention meets both neighbours."
+        )
+    quick = [b for each in falls.values() for b in each if b.sample.use is Use.FITTED]
+    texts += [
+        f"On {b.sample.setup.chip.name} the time to {b.tokens:,} was fitted: it is quick, and its factor with it."
+        for b in quick
+    ]
+    texts.append(PROMPTS)
+    errors = [r.error for r in found if r.sample.use is Use.HELD_OUT and isinstance(r.sample.load, PrefillLoad)]
+    if errors and max(errors) < 0:
+        texts.append("So expect prompts to take longer than predicted.")
+    return " ".join(texts)
 
 
 def times_text(found: Sequence[Residual]) -> Iterator[str]:

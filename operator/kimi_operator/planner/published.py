@@ -11,12 +11,20 @@ from kimi_operator.api.profile import DType
 from kimi_operator.planner.architecture import Architecture
 from kimi_operator.planner.figures import Computed, Explained, Value
 from kimi_operator.planner.fit import Residual, Sample, Use, calibrate, residuals
-from kimi_operator.planner.memory import ExpertFormat, row_bytes, slot_bytes, weight_lines
+from kimi_operator.planner.memory import (
+    ITEMSIZE,
+    ExpertFormat,
+    layer_row_bytes,
+    layer_state_bytes,
+    row_bytes,
+    slot_bytes,
+    weight_lines,
+)
 from kimi_operator.planner.predict import decode_step_ms
 from kimi_operator.planner.published_settings import EP16_TP2, FP8, POOL_MI300X, POOL_MI325X, SETTINGS, PublishedSetting
 from kimi_operator.planner.roofline import DecodeLoad
 from kimi_operator.planner.tensors import Part, Placement, Stored, tensor_table, total_bytes
-from kimi_operator.planner.unified import UnifiedPool, block_layout
+from kimi_operator.planner.unified import ALIGNMENT_TOKENS, UnifiedPool, block_layout
 
 GIB, MIB = 2**30, 2**20
 BF16 = 2
@@ -189,6 +197,80 @@ def _pool_reason(given: Given) -> str:
 
 _ONE_MILLION = 1_000_000
 
+
+def _moe_layers(given: Given) -> str:
+    return f"{given.architecture.num_moe_layers} layers"
+
+
+def _bits(given: Given, form: ExpertFormat) -> str:
+    return f"{form.bits_per_weight(given.architecture):g}"
+
+
+def _expert_how(form: ExpertFormat) -> Callable[[Given], str]:
+    def how(given: Given) -> str:
+        experts = given.architecture.num_experts // EP16_TP2.ranks
+        return f"{experts} experts x {_moe_layers(given)} at {_bits(given, form)} bits a weight"
+
+    return how
+
+
+def _rows(itemsize: int) -> Computation:
+    """Cached rows of a token, in numbers of so many bytes."""
+
+    def how(given: Given) -> str:
+        a = given.architecture
+        return f"{a.num_mla_layers} layers x {a.kv_lora + a.qk_rope} x {itemsize} B"
+
+    return Computation(lambda given: row_bytes(given.architecture, itemsize), how)
+
+
+def _state_how(given: Given) -> str:
+    a = given.architecture
+    state = f"{a.kda_heads} x {a.kda_head} x {a.kda_head} x {ITEMSIZE[DType.FLOAT32]} B"
+    inputs = f"{a.conv_kernel - 1} x 3 x {a.kda_heads * a.kda_head:,} x {BF16} B"
+    return f"{a.num_kda_layers} layers x ({state} + {inputs})"
+
+
+def _block_how(given: Given) -> str:
+    layout, row = _pool(given, 0).layout, layer_row_bytes(given.architecture, FP8)
+    group = layout.block_bytes // (layout.block_tokens * row)
+    return f"{layout.block_tokens:,} tokens x {row} B x {group} layers of a group"
+
+
+def _request_blocks(given: Given, tokens: int) -> str:
+    layout = _pool(given, 0).layout
+    return f"({layout.blocks_of(tokens) - layout.state_groups} + {layout.state_groups})"
+
+
+def _tokens_how(pool_bytes: int, tokens: int) -> Callable[[Given], str]:
+    def how(given: Given) -> str:
+        pool = _pool(given, pool_bytes)
+        return f"{pool.num_blocks} blocks / {pool.layout.blocks_of(tokens)} a request x {tokens:,}"
+
+    return how
+
+
+def _answered_how(pool_bytes: int) -> Callable[[Given], str]:
+    def how(given: Given) -> str:
+        blocks = f"{_pool(given, pool_bytes).num_blocks} blocks"
+        return f"{blocks} / {_request_blocks(given, SHORT_REQUEST_TOKENS)} a request, x {EP16_TP2.lanes} lanes"
+
+    return how
+
+
+def _longest_how(given: Given) -> str:
+    pool = _pool(given, POOL_MI300X)
+    return f"({pool.num_blocks} blocks - {pool.layout.state_groups}) x {pool.layout.block_tokens:,} tokens"
+
+
+def _capped_how(pool_bytes: int, max_num_seqs: int) -> Callable[[Given], str]:
+    def how(given: Given) -> str:
+        fit = _pool(given, pool_bytes).num_requests(SHORT_REQUEST_TOKENS)
+        return f"{min(fit, max_num_seqs)} running x {EP16_TP2.lanes} lanes; {fit} would fit a lane"
+
+    return how
+
+
 COMPUTATIONS: dict[str, Computation] = {
     "checkpoint.payload_bytes": Computation(_part(None), "all tensors of the table"),
     "checkpoint.payload_gib": Computation(lambda g: _part(None)(g) / GIB, "all tensors of the table / 2^30"),
@@ -197,48 +279,61 @@ COMPUTATIONS: dict[str, Computation] = {
     "checkpoint.routed_experts_gib": Computation(
         lambda g: _part(Part.ROUTED_EXPERTS)(g) / GIB, "packed weights and scales / 2^30"
     ),
-    "checkpoint.kda_attention_bytes": Computation(_part(Part.KDA), "69 layers"),
-    "checkpoint.mla_attention_bytes": Computation(_part(Part.MLA), "24 layers"),
-    "checkpoint.shared_experts_bytes": Computation(_part(Part.SHARED_EXPERTS), "92 layers"),
-    "checkpoint.latent_projections_bytes": Computation(_part(Part.LATENT), "92 layers, norms included"),
+    "checkpoint.kda_attention_bytes": Computation(_part(Part.KDA), lambda g: f"{g.architecture.num_kda_layers} layers"),
+    "checkpoint.mla_attention_bytes": Computation(_part(Part.MLA), lambda g: f"{g.architecture.num_mla_layers} layers"),
+    "checkpoint.shared_experts_bytes": Computation(_part(Part.SHARED_EXPERTS), _moe_layers),
+    "checkpoint.latent_projections_bytes": Computation(
+        _part(Part.LATENT), lambda g: f"{_moe_layers(g)}, norms included"
+    ),
     "checkpoint.embedding_bytes": Computation(_part(Part.EMBEDDING), "vocabulary x hidden x 2 B"),
     "checkpoint.lm_head_bytes": Computation(_part(Part.HEAD), "vocabulary x hidden x 2 B"),
     "checkpoint.dense_layer0_bytes": Computation(_part(Part.DENSE), "gate, up and down"),
-    "checkpoint.routers_bytes": Computation(_part(Part.ROUTER), "92 layers, biases included"),
+    "checkpoint.routers_bytes": Computation(_part(Part.ROUTER), lambda g: f"{_moe_layers(g)}, biases included"),
     "checkpoint.parameters": Computation(_parameters, "two weights a packed byte; scales are no parameters"),
     "checkpoint.active_parameters_billion": Computation(
         lambda g: _active_parameters(g) / 1e9, "all but embedding, vision and the experts a token is not sent to"
     ),
     "layout_2p2d_ep16_tp2_dp8.experts_per_rank": Computation(
-        lambda g: g.architecture.num_experts // EP16_TP2.ranks, "896 experts / 16 ranks"
+        lambda g: g.architecture.num_experts // EP16_TP2.ranks,
+        lambda g: f"{g.architecture.num_experts} experts / {EP16_TP2.ranks} ranks",
     ),
     "layout_2p2d_ep16_tp2_dp8.experts_gib_per_gpu_mxfp4": Computation(
-        _expert_gib(ExpertFormat.MXFP4), "56 experts x 92 layers at 4.25 bits a weight"
+        _expert_gib(ExpertFormat.MXFP4), _expert_how(ExpertFormat.MXFP4)
     ),
     "layout_2p2d_ep16_tp2_dp8.experts_gib_per_gpu_int4": Computation(
-        _expert_gib(ExpertFormat.INT4), "56 experts x 92 layers at 4.5 bits a weight: a bfloat16 scale for 32"
+        _expert_gib(ExpertFormat.INT4),
+        lambda g: f"{_expert_how(ExpertFormat.INT4)(g)}: a bfloat16 scale for {g.architecture.quant_group}",
     ),
     "layout_2p2d_ep16_tp2_dp8.non_expert_gib_per_gpu_perfect_sharding": Computation(
-        lambda g: _not_experts(g) / EP16_TP2.tensor_parallel / GIB, "all that is no routed expert / 2"
+        lambda g: _not_experts(g) / EP16_TP2.tensor_parallel / GIB,
+        f"all that is no routed expert / {EP16_TP2.tensor_parallel}",
     ),
     "layout_2p2d_ep16_tp2_dp8.weights_gib_per_gpu_draft": Computation(
-        _draft_weights_gib, "experts at 4.25 bits / 16 + the rest / 2"
+        _draft_weights_gib,
+        lambda g: (
+            f"experts at {_bits(g, ExpertFormat.MXFP4)} bits / {EP16_TP2.ranks} + the rest / {EP16_TP2.tensor_parallel}"
+        ),
     ),
     "layout_2p2d_ep16_tp2_dp8.weights_gib_per_gpu_measured_int4": Computation(
-        _loaded_weights_gib, "experts at 4.5 bits / 16 + what a lane splits / 2 + what each rank holds whole"
+        _loaded_weights_gib,
+        lambda g: (
+            f"experts at {_bits(g, ExpertFormat.INT4)} bits / {EP16_TP2.ranks} + what a lane splits / "
+            f"{EP16_TP2.tensor_parallel} + what each rank holds whole"
+        ),
     ),
     "layout_2p2d_ep16_tp2_dp8.free_gib_left_on_one_mi300x_node_after_weights": Computation(
         lambda g: EP16_TP2.gpus_per_node * USABLE_GIB_PER_MI300X - _part(None)(g) / GIB,
-        "8 GPUs x 188 GiB usable - the checkpoint",
+        f"{EP16_TP2.gpus_per_node} GPUs x {USABLE_GIB_PER_MI300X} GiB usable - the checkpoint",
     ),
-    "cache.mla_bytes_per_token_fp8": Computation(lambda g: row_bytes(g.architecture, FP8), "24 layers x 576 x 1 B"),
-    "cache.mla_bytes_per_token_bf16": Computation(lambda g: row_bytes(g.architecture, BF16), "24 layers x 576 x 2 B"),
+    "cache.mla_bytes_per_token_fp8": _rows(FP8),
+    "cache.mla_bytes_per_token_bf16": _rows(BF16),
     "cache.kda_state_bytes_per_request_tp1": Computation(
         lambda g: slot_bytes(g.architecture, 1, DType.BFLOAT16),
-        "69 layers x (96 x 128 x 128 x 4 B + 3 x 3 x 12,288 x 2 B)",
+        _state_how,
     ),
     "cache.kda_state_mib_per_rank_tp2": Computation(
-        lambda g: slot_bytes(g.architecture, 2, DType.BFLOAT16) / MIB, "the same for 48 heads / 2^20"
+        lambda g: slot_bytes(g.architecture, 2, DType.BFLOAT16) / MIB,
+        lambda g: f"the same for {g.architecture.kda_heads // 2} heads / 2^20",
     ),
     "cache.bytes_per_token_transferred": Computation(
         lambda g: _pool(g, 0).layout.request_bytes(_ONE_MILLION) / _ONE_MILLION,
@@ -248,46 +343,54 @@ COMPUTATIONS: dict[str, Computation] = {
     ),
     "cache.mib_per_1024_token_request": Computation(
         lambda g: _request_mib(g, 1024),
-        "(1,024 x 13,824 B + 449,372,160 B) / 2^20",
+        lambda g: (
+            f"(1,024 x {row_bytes(g.architecture, FP8):,} B + "
+            f"{slot_bytes(g.architecture, 1, DType.BFLOAT16):,} B) / 2^20"
+        ),
         reason="printed is 14,098 B x 1,024, which leaves out the state that moves with every request",
         recorded=442.055,
     ),
     "unified_block_pool_tp2_fp8.block_tokens": Computation(
-        lambda g: _pool(g, 0).layout.block_tokens, "3,256,320 B of state a layer / 576 B a row, up to 128 tokens"
+        lambda g: _pool(g, 0).layout.block_tokens,
+        lambda g: (
+            f"{layer_state_bytes(g.architecture, EP16_TP2.tensor_parallel, BF16):,} B of state a layer / "
+            f"{layer_row_bytes(g.architecture, FP8)} B a row, up to {ALIGNMENT_TOKENS} tokens"
+        ),
     ),
-    "unified_block_pool_tp2_fp8.block_bytes": Computation(
-        lambda g: _pool(g, 0).layout.block_bytes, "5,760 tokens x 576 B x 24 layers of a group"
-    ),
+    "unified_block_pool_tp2_fp8.block_bytes": Computation(lambda g: _pool(g, 0).layout.block_bytes, _block_how),
     "unified_block_pool_tp2_fp8.blocks_in_40e9": Computation(
-        lambda g: _pool(g, POOL_MI325X).num_blocks, "40e9 B / 79,626,240 B"
+        lambda g: _pool(g, POOL_MI325X).num_blocks,
+        lambda g: f"{POOL_MI325X / 1e9:g}e9 B / {_pool(g, 0).layout.block_bytes:,} B",
     ),
     "unified_block_pool_tp2_fp8.pool_tokens_40e9_max_len_1e6": Computation(
-        lambda g: _pool(g, POOL_MI325X).num_tokens(_ONE_MILLION), "502 blocks / 177 a request x 1,000,000"
+        lambda g: _pool(g, POOL_MI325X).num_tokens(_ONE_MILLION), _tokens_how(POOL_MI325X, _ONE_MILLION)
     ),
     "unified_block_pool_tp2_fp8.pool_tokens_8e9_max_len_320000": Computation(
-        lambda g: _pool(g, 8_000_000_000).num_tokens(320_000), "100 blocks / 59 a request x 320,000"
+        lambda g: _pool(g, 8_000_000_000).num_tokens(320_000), _tokens_how(8_000_000_000, 320_000)
     ),
     "unified_block_pool_tp2_fp8.gib_needed_by_one_1e6_request": Computation(
-        lambda g: _pool(g, 0).layout.request_bytes(_ONE_MILLION) / GIB, "(174 + 3) blocks x 79,626,240 B / 2^30"
+        lambda g: _pool(g, 0).layout.request_bytes(_ONE_MILLION) / GIB,
+        lambda g: f"{_request_blocks(g, _ONE_MILLION)} blocks x {_pool(g, 0).layout.block_bytes:,} B / 2^30",
     ),
     "unified_block_pool_tp2_fp8.short_request_cap_mi300x_4e9_8_lanes": Computation(
-        _answered(4_000_000_000, SHORT_REQUEST_TOKENS), "50 blocks / (1 + 3) a request, x 8 lanes"
+        _answered(4_000_000_000, SHORT_REQUEST_TOKENS), _answered_how(4_000_000_000)
     ),
     "unified_block_pool_tp2_fp8.short_request_cap_mi325x_20e9_8_lanes": Computation(
-        _answered(20_000_000_000, SHORT_REQUEST_TOKENS), "251 blocks / (1 + 3) a request, x 8 lanes"
+        _answered(20_000_000_000, SHORT_REQUEST_TOKENS), _answered_how(20_000_000_000)
     ),
     "unified_block_pool_tp2_fp8.max_len_13e9": Computation(
         lambda g: _pool(g, POOL_MI300X).layout.longest(_pool(g, POOL_MI300X).num_blocks),
-        "(163 blocks - 3) x 5,760 tokens",
+        _longest_how,
     ),
     "unified_block_pool_tp2_fp8.long_context_gap_mi325x_over_mi300x": Computation(
-        lambda g: _pool(g, POOL_MI325X).num_blocks / _pool(g, POOL_MI300X).num_blocks, "502 blocks / 163 blocks"
+        lambda g: _pool(g, POOL_MI325X).num_blocks / _pool(g, POOL_MI300X).num_blocks,
+        lambda g: f"{_pool(g, POOL_MI325X).num_blocks} blocks / {_pool(g, POOL_MI300X).num_blocks} blocks",
     ),
     "concurrency.mi300x_plateau_max_num_seqs_8": Computation(
-        _answered(POOL_MI300X, SHORT_REQUEST_TOKENS, max_num_seqs=8), "8 running x 8 lanes; 40 would fit a lane"
+        _answered(POOL_MI300X, SHORT_REQUEST_TOKENS, max_num_seqs=8), _capped_how(POOL_MI300X, 8)
     ),
     "concurrency.mi325x_running_at_floor": Computation(
-        _answered(POOL_MI325X, SHORT_REQUEST_TOKENS, max_num_seqs=64), "64 running x 8 lanes; 125 would fit a lane"
+        _answered(POOL_MI325X, SHORT_REQUEST_TOKENS, max_num_seqs=64), _capped_how(POOL_MI325X, 64)
     ),
     **{f"settings.{name}": _setting(setting) for name, setting in SETTINGS.items()},
     "decode_tpot_ms.fit_mi325x_tp8_conc1": _decode_step("fit_mi325x_tp8_conc1"),
@@ -310,6 +413,7 @@ COMPUTATIONS: dict[str, Computation] = {
     ),
     "correctness.needles": Computation(
         lambda _: f"{sum(NEEDLES_AT_ONCE)}/{sum(NEEDLES_AT_ONCE)}",
-        "1 + 8 + 16 + 32 questions; that all are answered is measured by `kimictl needle`, not computed",
+        f"{' + '.join(map(str, NEEDLES_AT_ONCE))} questions; "
+        "that all are answered is measured by `kimictl needle`, not computed",
     ),
 }

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import yaml
 from kimi_operator.cli import check as check_module
 from kimi_operator.cli import main
+from kimi_operator.cli.held_out import summaries
 from kimi_operator.planner.figures import Figure, Kind
-from kimi_operator.planner.fit import Use
+from kimi_operator.planner.fit import Use, residuals
 from kimi_operator.planner.roofline import PrefillLoad
 from kimi_operator.profiles.figures import published_figures
 from kimi_operator.profiles.measurements import built_in_measurements
@@ -101,6 +103,31 @@ def test_the_bias_of_prompts_and_the_band_that_does_not_hold_are_told(capsys: py
     assert prefill.endswith("% off (all predicted too short); 9 in their bands, not mi325x_20k")
     assert "on mi325x 623 ms to 50,000, 396 ms to 100,000, 671 ms to 200,000" in out
     assert "expect prompts to take longer than predicted" in out
+
+
+def told(*times: tuple[int, float, Use]) -> str:
+    """What is told of prompts that took so many seconds: tokens, seconds, use."""
+    like = next(sample for sample in SAMPLES if sample.name == "mi325x_20k")
+    prompts = (
+        replace(like, name=f"of {tokens}", load=PrefillLoad(tokens), measured_s=seconds, use=use)
+        for tokens, seconds, use in times
+    )
+    return list(summaries(residuals(tuple(prompts))))[-1]
+
+
+def test_prompts_are_explained_by_what_the_data_show() -> None:
+    """Texts about a fall, about the fitted time and about the side of errors each need data that show it."""
+    growing = told((10_000, 5.0, Use.FITTED), (20_000, 11.0, Use.HELD_OUT), (40_000, 30.0, Use.HELD_OUT))
+    assert "Where it falls" not in growing
+    assert "is quick" not in growing
+    assert "expect prompts to take longer" in growing
+    at_fitted = told((10_000, 5.0, Use.HELD_OUT), (20_000, 11.0, Use.HELD_OUT), (40_000, 20.0, Use.FITTED))
+    assert "Where it falls, as on mi325x to 40,000, no sum" in at_fitted
+    assert "the time to 40,000 was fitted" in at_fitted
+    elsewhere = told((10_000, 9.0, Use.FITTED), (20_000, 16.0, Use.HELD_OUT), (40_000, 20.0, Use.HELD_OUT))
+    assert "Where it falls, as on mi325x to 40,000, no sum" in elsewhere
+    assert "was fitted" not in elsewhere
+    assert "expect prompts to take longer" not in elsewhere
 
 
 def test_a_prompt_of_mi325x_costs_less_a_token_on_the_way_to_the_fitted_one() -> None:

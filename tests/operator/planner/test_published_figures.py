@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +22,8 @@ from kimi_operator.profiles.measurements import built_in_measurements
 FIGURES = published_figures()
 MEASURED = built_in_measurements()
 GIVEN = Given(architecture("kimi-k3"), MEASURED.samples, {note.name: note.explained for note in MEASURED.notes})
+SPEEDS = ("decode_tpot_ms", "throughput")
+"""Sections whose models stand in the measured points."""
 
 
 @pytest.mark.parametrize("figure", FIGURES, ids=lambda figure: figure.path)
@@ -35,6 +38,38 @@ def test_published_figure_is_met(figure: Figure) -> None:
 
 def test_every_computation_has_its_row() -> None:
     assert set(COMPUTATIONS) == {figure.path for figure in FIGURES}
+
+
+SIZES_OF_K3 = re.compile(
+    r"\b(896|56 experts|(92|69|24) (layers|of)|96 heads|48 heads|3 x 12,288|3,256,320|5,760|79,626,240|13,824"
+    r"|449,372,160|(50|100|163|251|502) blocks|(59|177) a request|40 would|125 would)\b"
+)
+
+
+@pytest.mark.parametrize("path", [p for p in COMPUTATIONS if p.split(".")[0] not in ("settings", *SPEEDS)])
+def test_the_arithmetic_that_is_told_is_that_of_the_model(path: str) -> None:
+    """A text with the sizes of another model would explain a value that was computed from other numbers."""
+    tiny = compute(path, replace(GIVEN, architecture=architecture("kimi-k3-tiny")))
+    assert tiny is not None
+    assert not SIZES_OF_K3.search(tiny.how), tiny.how
+    assert not SIZES_OF_K3.search(tiny.reason), tiny.reason
+
+
+def test_the_arithmetic_of_the_published_model() -> None:
+    texts = " ".join(found.how for path in COMPUTATIONS if (found := compute(path, GIVEN)))
+    for part in (
+        "896 experts / 16 ranks",
+        "56 experts x 92 layers at 4.25 bits a weight",
+        "69 layers x (96 x 128 x 128 x 4 B + 3 x 3 x 12,288 x 2 B)",
+        "3,256,320 B of state a layer / 576 B a row, up to 128 tokens",
+        "502 blocks / 177 a request x 1,000,000",
+        "(174 + 3) blocks x 79,626,240 B / 2^30",
+        "50 blocks / (1 + 3) a request, x 8 lanes",
+        "(163 blocks - 3) x 5,760 tokens",
+        "8 running x 8 lanes; 40 would fit a lane",
+        "1 + 8 + 16 + 32 questions",
+    ):
+        assert part in texts
 
 
 @pytest.mark.parametrize("name", SETTINGS)
