@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 
@@ -12,7 +13,8 @@ from kimi_operator.cli import main
 from kimi_operator.cli.held_out import summaries
 from kimi_operator.planner.figures import Figure, Kind
 from kimi_operator.planner.fit import Use, residuals
-from kimi_operator.planner.roofline import PrefillLoad
+from kimi_operator.planner.predict import roofline_s
+from kimi_operator.planner.roofline import ASSUMED, ASSUMED_RANGES, DecodeLoad, PrefillLoad
 from kimi_operator.profiles.figures import published_figures
 from kimi_operator.profiles.measurements import built_in_measurements
 
@@ -103,6 +105,40 @@ def test_the_bias_of_prompts_and_the_band_that_does_not_hold_are_told(capsys: py
     assert prefill.endswith("% off (all predicted too short); 9 in their bands, not mi325x_20k")
     assert "on mi325x 623 ms to 50,000, 396 ms to 100,000, 671 ms to 200,000" in out
     assert "expect prompts to take longer than predicted" in out
+
+
+def errors_over_ranges(phase: type[DecodeLoad | PrefillLoad], names: tuple[str, ...]) -> list[list[float]]:
+    """Errors of held-out points for each combination, worked out from nothing but times of the roofline."""
+    points = [sample for sample in SAMPLES if isinstance(sample.load, phase)]
+    found = []
+    for low_mid_high in itertools.product(range(3), repeat=len(names)):
+        ends = {name: (*ASSUMED_RANGES[name], sum(ASSUMED_RANGES[name]) / 2) for name in names}
+        constants = replace(ASSUMED, **{name: ends[name][i] for name, i in zip(names, low_mid_high, strict=True)})
+        over = {point.name: point.measured_s / roofline_s(point.setup, point.load, constants) for point in points}
+        errors = []
+        for point in points:
+            if point.use is Use.HELD_OUT:
+                near = [p for p in points if p.use is Use.FITTED and p.setup.chip.isa == point.setup.chip.isa]
+                own = [p for p in near if p.setup.chip.name == point.setup.chip.name] or near
+                (fitted,) = own
+                errors.append(over[fitted.name] / over[point.name] - 1)
+        found.append(errors)
+    return found
+
+
+def test_the_errors_that_other_values_of_what_is_assumed_would_give_are_told(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    _, out, _ = run(capsys, "--check")
+    decode = errors_over_ranges(DecodeLoad, ("hbm_share", "launch_s", "all_reduce_s", "exchange_per_node_s"))
+    prefill = errors_over_ranges(PrefillLoad, ("gemm_share", "attention_share", "all_reduce_s", "launch_s"))
+    for phase, errors in ("decode", decode), ("prefill", prefill):
+        least, most = min(map(min, errors)), max(map(max, errors))
+        line = next(x for x in out.splitlines() if x.startswith(f"{phase}, over "))
+        assert f"{100 * least:+.1f} % to {100 * most:+.1f} %" in line
+        within = sum(max(map(abs, each)) <= 0.1 for each in errors)
+        assert line.endswith(f"all are within 10 % in {within} of {len(errors)}")
+    assert min(map(min, decode)) < -0.2, "more than the errors at the values that were chosen"
 
 
 def told(*times: tuple[int, float, Use]) -> str:
