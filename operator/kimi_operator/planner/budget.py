@@ -8,7 +8,7 @@ from typing import Protocol
 
 from kimi_operator.planner.memory import MemoryLine
 from kimi_operator.planner.overflow import Overflow, find_overflow
-from kimi_operator.planner.pools import num_slots
+from kimi_operator.planner.pools import num_slots, whole_units
 from kimi_operator.planner.unified import BlockLayout
 from kimi_operator.planner.units import ceil_div
 
@@ -153,5 +153,8 @@ class Budget:
 
     def num_units(self, max_num_seqs: int) -> int:
         """Whole pages or blocks of the pool."""
-        left = self.pool(max_num_seqs) - self.design.fixed_bytes(max_num_seqs)
-        return max(0, left // self.design.unit_bytes)
+        return whole_units(self.pool(max_num_seqs), self.design.fixed_bytes(max_num_seqs), self.design.unit_bytes)
+
+    def holds(self, tokens: int, max_num_seqs: int) -> bool:
+        """Whether one request of so many tokens fits beside what so many running ones set aside."""
+        return self.num_units(max_num_seqs) >= self.design.units(tokens)

@@ -137,11 +137,12 @@ def _cut(s: Settings, role: Role, demand: Demand | None) -> _Cut | Problem:
     room = cut_pools(s, role)
     if isinstance(room, Problem) or demand is None:
         return room if isinstance(room, Problem) else _Cut(room, None)
+    # Pools that are cut hold the longest request, and the solver asks no more of them.
     solution = solve_role(s, room, demand)
-    if isinstance(solution, Problem):
-        return solution
+    assert isinstance(solution, Solution), solution
     solved = cut_pools(s, role, solution.max_num_seqs)
-    return solved if isinstance(solved, Problem) else _Cut(solved, solution)
+    assert isinstance(solved, Room), solved
+    return _Cut(solved, solution)
 
 
 def _settings(

@@ -54,6 +54,14 @@ class Units:
         """The least that makes sense: one longest request, and a slot for the next one's handoff."""
         return num_slots(1) * self.slot_bytes + self.pages_needed * self.page_bytes
 
+    def num_pages(self, max_num_seqs: int) -> int:
+        """Whole pages beside the slots of so many running requests."""
+        return whole_units(self.free, num_slots(max_num_seqs) * self.slot_bytes, self.page_bytes)
+
+    def holds(self, max_num_seqs: int) -> bool:
+        """Whether one longest request fits beside the slots of so many running ones."""
+        return self.num_pages(max_num_seqs) >= self.pages_needed
+
 
 @dataclass(frozen=True, slots=True)
 class Room:
@@ -77,14 +85,12 @@ def cut_pools(s: Settings, role: Role, num_seqs: int | None = None) -> Room | Pr
     role_spec = s.spec.role(role)
     shape = shape_of(s, role)
     units = measure(s, shape)
-    if units.free < units.one_request:
+    if not units.holds(1):
         return _too_small(s, role, shape, units)
     seqs = role_spec.max_num_seqs or num_seqs or _choose_seqs(s, units)
-    slots = num_slots(seqs)
-    pages = (units.free - slots * units.slot_bytes) // units.page_bytes
-    if pages < units.pages_needed:
+    if not units.holds(seqs):
         return _too_many(s, role, seqs, units)
-    return Room(role, shape, fixed_lines(s, shape), units, seqs, slots, pages)
+    return Room(role, shape, fixed_lines(s, shape), units, seqs, num_slots(seqs), units.num_pages(seqs))
 
 
 def measure(s: Settings, shape: GroupShape) -> Units:
@@ -108,6 +114,11 @@ def fixed_lines(s: Settings, shape: GroupShape) -> tuple[MemoryLine, ...]:
 def num_slots(max_num_seqs: int) -> int:
     """Running requests, and a quarter more (at least one) for those that a handoff has reserved."""
     return max_num_seqs + max(1, ceil_div(max_num_seqs, 4))
+
+
+def whole_units(free: int, fixed: int, unit: int) -> int:
+    """Pages or blocks of `unit` bytes that fit beside what is `fixed`; 0 when not even that fits."""
+    return max(0, (free - fixed) // unit)
 
 
 def _choose_seqs(s: Settings, units: Units) -> int:
@@ -151,8 +162,7 @@ def _nearest(s: Settings, role: Role) -> str | None:
     """The nearest layout of a role, and of the other where that must change too although it fits."""
 
     def fits(shape: GroupShape) -> bool:
-        units = measure(s, shape)
-        return units.free >= units.one_request
+        return measure(s, shape).holds(1)
 
     wanted = {each: shape_of(s, each) for each in Role}
     nearest = nearest_layouts(s.architecture, wanted, s.profile.gpu.per_node, fits)
@@ -184,7 +194,7 @@ def shape_of(s: Settings, role: Role) -> GroupShape:
 def _too_many(s: Settings, role: Role, seqs: int, units: Units) -> Problem:
     """One longest request fits, but not beside the slots of all running requests."""
     spare = units.free - units.pages_needed * units.page_bytes
-    most = max(n for n in range(1, seqs) if num_slots(n) * units.slot_bytes <= spare)
+    most = max(n for n in range(1, seqs) if units.holds(n))
     need, length = num_slots(seqs) * units.slot_bytes, longest_served(s)
     shorter = f" or {s.shorten} {length:,}" if length > 0 else ""
     return Problem(

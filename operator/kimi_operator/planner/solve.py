@@ -134,8 +134,7 @@ def _bounds(case: Case) -> Iterator[Bound]:
 
 def _lanes_bound(case: Case) -> Bound:
     """What a lane may run, its slots beside the pages of the longest request."""
-    needed = case.budget.design.units(case.longest_request)
-    seqs = most(lambda n: case.budget.num_units(n) >= needed, 1, case.most_seqs)
+    seqs = most(lambda n: case.budget.holds(case.longest_request, n), 1, case.most_seqs)
     if seqs == case.most_seqs:
         return Bound(Limit.LANES, seqs, f"{case.lanes} lanes, each at most {seqs}")
     how = f"a request of {case.longest_request:,} tokens, prompt and answer, must fit beside the slots of all"
@@ -212,7 +211,7 @@ def _refusal(case: Case) -> Problem | None:
         remedy = f"lower it to {lower:,} B" if lower > 0 else "capture fewer graphs"
         return Problem(f"{field}.kvCacheMemoryBytes", got, f"at most {budget.free:,} B, what is free", remedy)
     longest, units = case.longest_request, budget.num_units(1)
-    if budget.design.units(longest) <= units:
+    if budget.holds(longest, 1):
         return None
     got = f"a request of {longest:,} tokens: {budget.design.units(longest):,} {budget.design.unit}"
     expected = f"at most {units:,}, which {bytes_text(max(0, budget.pool(1)))} of pool hold beside one request's state"

@@ -11,8 +11,19 @@ from hypothesis import strategies as st
 from kimi_operator.api import KimiDeploymentSpec, Role, parse
 from kimi_operator.api.profile import DType
 from kimi_operator.planner import Infeasible, Plan, make_plan
-from kimi_operator.planner.memory import ExpertFormat, GroupShape, reserve_lines, weight_lines
+from kimi_operator.planner.budget import Budget, PagePool
+from kimi_operator.planner.case import Case, Solution
+from kimi_operator.planner.memory import (
+    ExpertFormat,
+    GroupShape,
+    page_bytes,
+    reserve_lines,
+    slot_bytes,
+    weight_lines,
+)
 from kimi_operator.planner.plan import MAY_SHRINK, RolePlan
+from kimi_operator.planner.solve import solve
+from kimi_operator.planner.workload import Workload, fixed
 from kimi_operator.profiles import architecture, built_in_profiles
 
 K3 = architecture("kimi-k3")
@@ -194,6 +205,27 @@ def test_planning_a_plan_again_changes_nothing(ask: Asked) -> None:
 def as_stated(planned: RolePlan) -> RolePlan:
     """Without the words on what the plan chose."""
     return replace(planned, binds=planned.binds.removesuffix(MAY_SHRINK))
+
+
+@settings(max_examples=100)
+@given(ask=asked(prefill_seqs=st.none()), longest=st.integers(2, K3.max_positions))
+@example(ask=ONE_LONG, longest=400_000)
+@example(ask=ONE_LONG, longest=600_000)
+def test_pools_are_cut_for_exactly_the_requests_that_the_solver_does_not_refuse(ask: Asked, longest: int) -> None:
+    """Cutting refuses with the nearest layout; the solver, asked about the same memory, must never disagree."""
+    shape = GroupShape(ask.nodes, 8, ask.tensor_parallel)
+    limits, kv_dtype = MI300X.spec.limits, DType.BFLOAT16 if ask.kv_cache == "BF16" else DType.FLOAT32
+    weights = weight_lines(K3, shape, ExpertFormat.MXFP4, DType.BFLOAT16)
+    pool = PagePool(
+        limits.page_size_tokens,
+        page_bytes(K3, limits.page_size_tokens, kv_dtype),
+        slot_bytes(K3, ask.tensor_parallel, DType.BFLOAT16),
+    )
+    budget = Budget(ask.memory, (*weights, *reserve_lines(MI300X.spec)), pool)
+    work = Workload(fixed(longest - 1), fixed(1))
+    solution = solve(Case(work, Role.PREFILL, 8, budget, limits.max_num_seqs, K3.max_positions))
+    cut = replace(ask, decode_seqs=None, max_model_len=longest).plan()
+    assert isinstance(cut, Plan) == isinstance(solution, Solution)
 
 
 @settings(max_examples=40)
