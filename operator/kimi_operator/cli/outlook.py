@@ -161,6 +161,7 @@ def look_ahead(planned: Planned, stated: Workload | None, *, is_assumed: bool | 
             speed = _speed(roles[Role.PREFILL], roles[Role.DECODE], served, forecast)
         except ValueError as error:
             no_speed = str(error)
+    waits = () if forecast is None or speed is None else _waits(served, speed, forecast, roles[Role.PREFILL])
     is_partial = forecast is None and not too_long
     return Outlook(
         planned=planned,
@@ -171,7 +172,7 @@ def look_ahead(planned: Planned, stated: Workload | None, *, is_assumed: bool | 
         decode=roles[Role.DECODE],
         speed=speed,
         no_speed=no_speed,
-        misses=too_long or tuple(dict.fromkeys(miss for role in roles.values() for miss in _misses(role))),
+        misses=too_long or tuple(dict.fromkeys([*(miss for role in roles.values() for miss in _misses(role)), *waits])),
         decode_speed=_decode_speed(planned, plan, roles, served) if is_partial else None,
     )
 
@@ -179,6 +180,32 @@ def look_ahead(planned: Planned, stated: Workload | None, *, is_assumed: bool | 
 def _misses(role: RoleOutlook) -> tuple[Problem, ...]:
     """Why the plan's settings do not meet the workload."""
     return (role.at_plan,) if isinstance(role.at_plan, Problem) else role.at_plan.misses
+
+
+def _waits(workload: Workload, speed: Speed, forecast: Forecast, prefill: RoleOutlook) -> Iterator[Problem]:
+    """A target TTFT that a prompt would keep alone, but not behind those that wait for a prefill lane.
+
+    With a rate nothing limits how many wait; clients that wait for their answers keep it to their number, and what of
+    their time is not decode is TTFT (Little's law).
+    """
+    if workload.ttft_s is None or workload.running is None:
+        return
+    outputs, feed = speed.request.output_tokens, forecast.feed(prefill.shape, prefill.groups)
+    if workload.requests_per_second is not None:
+        demanded = float(workload.requests_per_second * workload.output.mean)
+        is_late = demanded > feed
+        how = (
+            f"prefill feeds {feed:.3g} output tokens/s of {demanded:.3g} that are asked for, so ever more prompts wait"
+        )
+    elif speed.at.binds == "prefill":
+        ttft_s = outputs * (speed.at.concurrency / feed - speed.at.tpot.value / 1e3)
+        is_late = ttft_s > workload.ttft_s
+        how = f"at least {ttft_s:.3f} s on average, as {speed.at.concurrency:,} at once wait for prefill, which binds"
+    else:
+        return
+    if is_late:
+        remedy = "add groups to prefill, or lower the load"
+        yield Problem("workload.targets.ttftSeconds", f"{workload.ttft_s:g}", how, remedy)
 
 
 def shape_of(planned: Planned, role: Role) -> GroupShape:
@@ -200,7 +227,7 @@ def _role(planned: Planned, plan: Plan, role: Role, workload: Workload, forecast
     shape = shape_of(planned, role)
     lines = tuple(line for line in of_role.lines if line.label not in POOL_LABELS)
     pool = PagePool(of_role.page_size_tokens, of_role.page_bytes, of_role.slot_bytes, slots=of_role.num_state_slots)
-    timing: Timing | None = None if forecast is None else forecast.timing(shape, role)
+    timing: Timing | None = None if forecast is None else forecast.timing(shape, role, spec.groups)
     case = Case(
         workload=workload,
         role=role,

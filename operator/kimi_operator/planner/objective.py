@@ -21,6 +21,7 @@ from kimi_operator.planner.predict import (
 )
 from kimi_operator.planner.roofline import DecodeLoad, PrefillLoad, Setup
 from kimi_operator.planner.space import Layout
+from kimi_operator.planner.units import ceil_div
 from kimi_operator.planner.workload import Workload
 
 _Side = TypeVar("_Side", bound=Side)
@@ -50,13 +51,28 @@ class Forecast:
         default_factory=dict, init=False, repr=False, compare=False
     )
 
-    def timing(self, shape: GroupShape, role: Role) -> Timing:
-        """Times of a group. Raises ValueError when it needs a figure that nobody stated of the chip."""
+    def timing(self, shape: GroupShape, role: Role, groups: int) -> Timing:
+        """Times of each of so many groups. Raises ValueError when it needs a figure that nobody stated of the chip.
+
+        A prompt is computed beside those of other lanes, as many as the workload keeps busy.
+        """
         setup = self.setup(shape, role)
         return Timing(
             decode_step_s=lambda seqs, tokens: self._time_s(setup, DecodeLoad(seqs * shape.lanes, tokens)),
-            prefill_s=lambda new, cached: self._time_s(setup, PrefillLoad(new, cached, self.chunk_tokens)),
+            prefill_s=lambda new, cached: self._time_s(
+                setup, PrefillLoad(new, cached, self.chunk_tokens, self._busy_lanes(setup, groups))
+            ),
         )
+
+    def _busy_lanes(self, setup: Setup, groups: int) -> int:
+        """Lanes of a prefill group that compute a mean prompt at once: all where nobody stated a load."""
+        work, lanes = self.workload, setup.shape.lanes
+        if work.requests_per_second is None:
+            return lanes if work.running is None else min(lanes, ceil_div(work.running, groups))
+        load = PrefillLoad(*work.computed_and_reused(work.prompt.mean), self.chunk_tokens)
+        rate = float(work.requests_per_second) / groups
+        enough = (n for n in range(1, lanes) if n >= rate * self._time_s(setup, replace(load, busy_lanes=n)))
+        return next(enough, lanes)
 
     def decode_side(self, shape: GroupShape, groups: int) -> Side:
         """So many decode groups, for a curve."""
@@ -65,6 +81,13 @@ class Forecast:
     def prefill_side(self, shape: GroupShape, groups: int) -> PrefillSide:
         """So many prefill groups, for a curve."""
         return PrefillSide(self.setup(shape, Role.PREFILL), self.prefill, groups, chunk_tokens=self.chunk_tokens)
+
+    def feed(self, shape: GroupShape, groups: int) -> float:
+        """Output tokens a second of the prompts that so many prefill groups compute at most, all lanes busy."""
+        work = self.workload
+        busy = PrefillLoad(*work.computed_and_reused(work.prompt.mean), self.chunk_tokens, shape.lanes)
+        prompts = groups * shape.lanes / self._time_s(self.setup(shape, Role.PREFILL), busy)
+        return prompts * mean_request(work).output_tokens
 
     def throughput(self, layout: Layout, prefill: Solution, decode: Solution) -> float:
         """Output tokens a second of as many requests as are asked for, else as decode has places: as a plan's curve.

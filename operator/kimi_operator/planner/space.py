@@ -72,7 +72,8 @@ class Search:
     """tensorParallel -> how a GPU's pool is cut: `page_pools` or `block_pools`."""
     experts: ExpertFormat = ExpertFormat.MXFP4
     pool_bytes: int | None = None
-    timing: Callable[[GroupShape, Role], Timing] | None = None
+    timing: Callable[[GroupShape, Role, int], Timing] | None = None
+    """(shape, role, groups) -> times of each group."""
     throughput: Callable[[Layout, Solution, Solution], float] | None = None
     """(layout, prefill, decode) -> requests or tokens a second, more is better. Without it capacity ranks, and
     then the fewest prefill groups win: capacity knows nothing of how fast prompts come."""
@@ -109,7 +110,7 @@ class Search:
             budget=self.budget(shape),
             most_seqs=self.profile.limits.max_num_seqs,
             max_positions=self.architecture.max_positions,
-            timing=None if self.timing is None else self.timing(shape, role),
+            timing=None if self.timing is None else self.timing(shape, role, groups),
         )
 
 

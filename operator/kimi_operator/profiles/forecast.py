@@ -8,6 +8,7 @@ from kimi_operator.api.deployment import KimiDeploymentSpec, Role
 from kimi_operator.api.profile import DType, HardwareProfile
 from kimi_operator.errors import InvalidSpec, Problem
 from kimi_operator.planner.architecture import Architecture
+from kimi_operator.planner.demand import TimingOf
 from kimi_operator.planner.memory import ITEMSIZE, GroupShape
 from kimi_operator.planner.objective import Forecast
 from kimi_operator.planner.plan import Infeasible, Plan, make_plan
@@ -23,7 +24,12 @@ def plan_on(a: Architecture, spec: KimiDeploymentSpec, profile: HardwareProfile)
 
     Hardware that the bundled worker cannot run on is refused, and one that it was never run on is warned of.
     """
-    plan = make_plan(a, spec, profile, lambda kv_dtype, workload: forecast_of(a, profile, kv_dtype, workload).timing)
+
+    def speed(kv_dtype: DType, workload: Workload) -> TimingOf:
+        forecast = forecast_of(a, profile, kv_dtype, workload)
+        return lambda shape, role: forecast.timing(shape, role, spec.role(role).groups)
+
+    plan = make_plan(a, spec, profile, speed)
     if unsupported := support_problem(profile):
         return Infeasible((unsupported, *(plan.problems if isinstance(plan, Infeasible) else ())))
     warning = support_warning(profile)

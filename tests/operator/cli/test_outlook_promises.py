@@ -90,3 +90,38 @@ def test_what_could_run_is_planned_when_it_is_stated(longest: int) -> None:
     for role in Role:
         assert max(stretch.seqs_at_first for stretch in outlook.role(role).stretches) == seqs
     assert max(point.cut_for_it for point in contexts(outlook)) == seqs * outlook.decode.lanes
+
+
+LONG = {"prompt": 20_000, "output": 100}
+
+
+def missed(workload: dict[str, Any]) -> set[str]:
+    outlook = planned_on(MI300X, workload)
+    assert isinstance(outlook, Outlook), str(outlook)
+    return {miss.field for miss in outlook.misses}
+
+
+def test_a_target_ttft_is_met_only_by_a_prompt_beside_those_of_other_lanes() -> None:
+    """Eight prompts at once share a group's experts: 14.0 s alone, 18.5 s with all lanes busy."""
+    speed = speed_on(MI300X, LONG)
+    busy_s = 8 * 100 / speed.at.tokens_per_second.value
+    assert speed.at.binds == "prefill"
+    assert speed.prefill.value / 1e3 < 15 < busy_s
+    for concurrency, met in ((1, True), (8, False)):
+        work = LONG | {"concurrency": concurrency, "targets": {"ttftSeconds": 15, "tpotSeconds": 0.2}}
+        assert missed(work) == (set() if met else {"workload.targets.ttftSeconds"})
+
+
+@pytest.mark.parametrize(
+    ("load", "met"),
+    [
+        ({"concurrency": 8}, True),
+        ({"concurrency": 40}, False),
+        ({"requestsPerSecond": 0.4}, True),
+        ({"requestsPerSecond": 0.5}, False),
+    ],
+)
+def test_prompts_that_pile_up_miss_a_target_that_each_would_keep(load: dict[str, Any], met: bool) -> None:
+    """Prefill's 8 lanes take 18.5 s a prompt, 0.432 a second: 40 clients wait 92 s for each answer."""
+    work = LONG | load | {"targets": {"ttftSeconds": 30, "tpotSeconds": 0.2}}
+    assert missed(work) == (set() if met else {"workload.targets.ttftSeconds"})

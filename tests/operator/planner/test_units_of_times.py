@@ -329,18 +329,24 @@ def target_ms(work: Workload, limit: Limit) -> float | None:
 
 
 def time_ms(work: Workload, limit: Limit, seqs: int) -> float:
-    """A step of so many requests a lane, or so many prompts of a lane in a row."""
+    """A step of so many requests a lane, or so many prompts of a lane in a row beside those that a rate brings."""
     if limit is Limit.TPOT:
         return decode_step_ms(DECODE, DecodeLoad(seqs * EP16.lanes, work.mean_context), CALIBRATION).value
     computed, reused = work.computed_and_reused(work.prompt.mean)
-    return seqs * prefill_ms(DECODE, PrefillLoad(computed, reused), PREFILL_CALIBRATION).value
+
+    def prompt_ms(busy: int) -> float:
+        return prefill_ms(DECODE, PrefillLoad(computed, reused, busy_lanes=busy), PREFILL_CALIBRATION).value
+
+    rate, lanes = work.requests_per_second, EP16.lanes
+    enough = [] if rate is None else [n for n in range(1, lanes) if 1000 * n >= float(rate) * prompt_ms(n)]
+    return seqs * prompt_ms(min(enough, default=lanes))
 
 
 BUDGET = Budget(20 * 2**30, (), PagePool(64, 1_769_472, 218_000_000))
 
 
 def solved(model: Forecast, role: Role):
-    timing = model.timing(EP16, role)
+    timing = model.timing(EP16, role, 1)
     return solve(Case(model.workload, role, EP16.lanes, BUDGET, 64, K3.max_positions, timing))
 
 

@@ -27,7 +27,7 @@ CONTEXT = 4096
 
 
 def timing(profile: HardwareProfile, role: Role = Role.DECODE) -> Timing:
-    return forecast_of(K3, profile, DType.BFLOAT16, WORK).timing(EP16, role)
+    return forecast_of(K3, profile, DType.BFLOAT16, WORK).timing(EP16, role, 1)
 
 
 def step_ms(profile: HardwareProfile, concurrency: int) -> float:
@@ -97,7 +97,7 @@ def test_a_factor_of_another_engine_is_not_used() -> None:
 
 def test_rows_of_the_cache_count_as_they_are_stored() -> None:
     narrow, wide = (
-        forecast_of(K3, MI300X, dtype, WORK).timing(EP16, Role.DECODE) for dtype in (DType.BFLOAT16, DType.FLOAT32)
+        forecast_of(K3, MI300X, dtype, WORK).timing(EP16, Role.DECODE, 1) for dtype in (DType.BFLOAT16, DType.FLOAT32)
     )
     assert wide.decode_step_s(8, 100_000) > narrow.decode_step_s(8, 100_000)
 
