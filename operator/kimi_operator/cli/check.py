@@ -9,6 +9,14 @@ from typing import Any
 
 from kimi_operator.cli.document import dumped
 from kimi_operator.cli.held_out import HEAD, cells, summaries, time_document, times_text
+from kimi_operator.cli.held_out_rates import (
+    RateResidual,
+    rate_cells,
+    rate_document,
+    rate_residuals,
+    rate_summary,
+    rates_text,
+)
 from kimi_operator.cli.markdown import table
 from kimi_operator.planner.figures import Checked, Kind, Value, Verdict, judge
 from kimi_operator.planner.fit import Residual, residuals
@@ -28,22 +36,23 @@ def check(output: str) -> int:
     measured = built_in_measurements()
     given = Given(architecture(ARCHITECTURE), measured.samples, {note.name: note.explained for note in measured.notes})
     rows = [judge(figure, compute(figure.path, given)) for figure in published_figures()]
-    times = residuals(measured.samples)
+    times, rates = residuals(measured.samples), rate_residuals(measured)
     if output in ("json", "yaml"):
-        sys.stdout.write(dumped(_document(rows, times), output))
+        sys.stdout.write(dumped(_document(rows, times, rates), output))
     else:
-        lines = _markdown(rows, times) if output == "markdown" else _text(rows, times)
+        lines = _markdown(rows, times, rates) if output == "markdown" else _text(rows, times, rates)
         sys.stdout.writelines(f"{line}\n" for line in lines)
     return 0 if all(row.is_right for row in rows) else 1
 
 
-def _document(rows: list[Checked], times: tuple[Residual, ...]) -> dict[str, Any]:
+def _document(rows: list[Checked], times: tuple[Residual, ...], rates: tuple[RateResidual, ...]) -> dict[str, Any]:
     return {
         "architecture": ARCHITECTURE,
         "ok": all(row.is_right for row in rows),
         "rows": [_row_document(row) for row in rows],
         "times": [time_document(residual) for residual in times],
-        "held_out": list(summaries(times)),
+        "rates": [rate_document(rate) for rate in rates],
+        "held_out": [*summaries(times), rate_summary(rates)],
     }
 
 
@@ -71,7 +80,7 @@ def deviation(row: Checked) -> float | None:
     return computed.value / published - 1
 
 
-def _text(rows: list[Checked], times: tuple[Residual, ...]) -> Iterator[str]:
+def _text(rows: list[Checked], times: tuple[Residual, ...], rates: tuple[RateResidual, ...]) -> Iterator[str]:
     yield _columns(*TITLES)
     section = ""
     for row in rows:
@@ -86,9 +95,10 @@ def _text(rows: list[Checked], times: tuple[Residual, ...]) -> Iterator[str]:
     yield _count(rows)
     yield ""
     yield from times_text(times)
+    yield from rates_text(rates)
 
 
-def _markdown(rows: list[Checked], times: tuple[Residual, ...]) -> Iterator[str]:
+def _markdown(rows: list[Checked], times: tuple[Residual, ...], rates: tuple[RateResidual, ...]) -> Iterator[str]:
     yield f"# Published figures of {ARCHITECTURE}"
     for section in dict.fromkeys(row.figure.section for row in rows):
         yield f"\n## {section}\n"
@@ -98,6 +108,9 @@ def _markdown(rows: list[Checked], times: tuple[Residual, ...]) -> Iterator[str]
     yield from table(HEAD, map(cells, times))
     yield ""
     yield from (f"- {summary}" for summary in summaries(times))
+    yield "\n## Measured throughput, tokens/s: held out\n"
+    yield from table(HEAD, map(rate_cells, rates))
+    yield f"\n- {rate_summary(rates)}"
 
 
 def _reasoned(row: Checked) -> tuple[str, ...]:

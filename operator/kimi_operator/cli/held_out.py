@@ -92,8 +92,9 @@ def _over_ranges(name: str, phase: type[DecodeLoad | PrefillLoad], samples: Sequ
     least, most = min(map(min, found)), max(map(max, found))
     within = sum(max(map(abs, errors)) <= CLOSE for errors in found)
     return (
-        f"{name}, over least, middle and most of what is assumed ({', '.join(names)}), with factors refitted: these errors reach "
-        f"{100 * least:+.1f} % to {100 * most:+.1f} %; all are within {100 * CLOSE:.0f} % in {within} of {len(found)}"
+        f"{name}, over least, middle and most of what is assumed ({', '.join(names)}), with factors refitted: "
+        f"these errors reach {100 * least:+.1f} % to {100 * most:+.1f} %; "
+        f"all are within {100 * CLOSE:.0f} % in {within} of {len(found)}"
     )
 
 
@@ -152,15 +153,15 @@ def _prompts(found: Sequence[Residual]) -> str:
 
 def times_text(found: Sequence[Residual]) -> Iterator[str]:
     """For a terminal."""
-    yield _columns(HEAD)
+    yield columns(HEAD)
     for name, phase in PHASES.items():
         yield f"{name}, ms"
         rows = (cells(r) for r in found if isinstance(r.sample.load, phase))
-        yield from (_columns((f"  {first}", *others)) for first, *others in rows)
+        yield from (columns((f"  {first}", *others)) for first, *others in rows)
     yield from summaries(found)
 
 
-def _columns(row: Sequence[str]) -> str:
+def columns(row: Sequence[str]) -> str:
     """Name and use to the left, numbers to the right."""
     aligned = (
         f"{cell:{'<' if i < 2 else '>'}{width}}" for i, (cell, width) in enumerate(zip(row, WIDTHS, strict=True))

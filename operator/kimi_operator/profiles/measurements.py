@@ -20,7 +20,7 @@ from kimi_operator.planner.figures import Explained
 from kimi_operator.planner.fit import Sample, Use, calibrate, stated
 from kimi_operator.planner.layout import divides
 from kimi_operator.planner.memory import ITEMSIZE, ExpertFormat, GroupShape, expert_format
-from kimi_operator.planner.predict import Calibration
+from kimi_operator.planner.predict import Calibration, Request
 from kimi_operator.planner.roofline import (
     Attention,
     Chip,
@@ -82,14 +82,17 @@ class LayoutFigures(ApiModel):
         return GroupShape(self.nodes, self.gpus_per_node, self.tensor_parallel)
 
 
-class _PointFigures(ApiModel):
+class _RunFigures(ApiModel):
     name: Name
     chip: Name
     engine: Name
     layout: LayoutFigures
     graphs: Graphs = Graphs.FULL
-    use: Use
     source: str
+
+
+class _PointFigures(_RunFigures):
+    use: Use
 
 
 class DecodeFigures(_PointFigures):
@@ -105,6 +108,16 @@ class PrefillFigures(_PointFigures):
 
     prompt_tokens: Tokens
     seconds: Rate
+
+
+class RateFigures(_RunFigures):
+    """Output tokens a second of one group of each role, both of `layout`, while clients keep `concurrency` going."""
+
+    concurrency: int = Field(ge=1, le=1_000_000)
+    prompt_tokens: Tokens
+    output_tokens: Tokens
+    chunk_tokens: Tokens
+    tokens_per_second: Rate
 
 
 class Note(ApiModel):
@@ -129,8 +142,22 @@ class MeasurementFile(ApiModel):
     engines: dict[str, EngineFigures]
     decode: tuple[DecodeFigures, ...]
     prefill: tuple[PrefillFigures, ...]
+    throughput: tuple[RateFigures, ...] = ()
     notes: tuple[Note, ...] = ()
     float32: dict[str, Float32Figures] = Field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class RateSample:
+    """A measured throughput of one group of each role. Nothing is fitted on it."""
+
+    name: str
+    setup: Setup
+    request: Request
+    concurrency: int
+    chunk_tokens: int
+    tokens_per_second: float
+    source: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +171,7 @@ class Measurements:
     notes: tuple[Note, ...]
     float32: Mapping[str, float]
     """Slowdown by instruction set."""
+    rates: tuple[RateSample, ...] = ()
 
     def engine(self, name: str, where: str) -> Engine:
         """An engine by name. Raises InvalidSpec that lists the known ones; `where` is the field that named it."""
@@ -178,7 +206,8 @@ def read_measurements(
     found = Measurements(links, engines, (), figures.notes, float32)
     points: list[DecodeFigures | PrefillFigures] = [*figures.decode, *figures.prefill]
     samples = (_sample(found, architecture, profiles, point, f"{where}:{point.name}") for point in points)
-    return replace(found, samples=tuple(samples))
+    rates = (_rate(found, architecture, profiles, point, f"{where}:{point.name}") for point in figures.throughput)
+    return replace(found, samples=tuple(samples), rates=tuple(rates))
 
 
 @cache
@@ -225,8 +254,32 @@ def _sample(
     point: DecodeFigures | PrefillFigures,
     where: str,
 ) -> Sample:
+    setup = _setup(found, a, profiles, point, where)
+    if isinstance(point, DecodeFigures):
+        load = DecodeLoad(point.concurrency, point.context_tokens)
+        return Sample(point.name, setup, load, point.tpot_ms / 1e3, point.use, point.source)
+    return Sample(point.name, setup, PrefillLoad(point.prompt_tokens), point.seconds, point.use, point.source)
+
+
+def _rate(
+    found: Measurements, a: Architecture, profiles: Mapping[str, HardwareProfile], point: RateFigures, where: str
+) -> RateSample:
+    return RateSample(
+        name=point.name,
+        setup=_setup(found, a, profiles, point, where),
+        request=Request(point.prompt_tokens, point.output_tokens),
+        concurrency=point.concurrency,
+        chunk_tokens=point.chunk_tokens,
+        tokens_per_second=point.tokens_per_second,
+        source=point.source,
+    )
+
+
+def _setup(
+    found: Measurements, a: Architecture, profiles: Mapping[str, HardwareProfile], point: _RunFigures, where: str
+) -> Setup:
     check_layout(a, point.layout.shape, where)
-    setup = Setup(
+    return Setup(
         architecture=a,
         chip=found.chip(_known(profiles, point.chip, f"{where}.chip", "profile")),
         shape=point.layout.shape,
@@ -234,10 +287,6 @@ def _sample(
         split=point.layout.split,
         graphs=point.graphs,
     )
-    if isinstance(point, DecodeFigures):
-        load = DecodeLoad(point.concurrency, point.context_tokens)
-        return Sample(point.name, setup, load, point.tpot_ms / 1e3, point.use, point.source)
-    return Sample(point.name, setup, PrefillLoad(point.prompt_tokens), point.seconds, point.use, point.source)
 
 
 _T = TypeVar("_T")

@@ -19,6 +19,7 @@ from kimi_operator.profiles.figures import published_figures
 from kimi_operator.profiles.measurements import built_in_measurements
 
 SAMPLES = built_in_measurements().samples
+RATES = built_in_measurements().rates
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -88,12 +89,13 @@ def test_every_measured_time_is_shown_with_its_use_error_and_band(capsys: pytest
     _, out, _ = run(capsys, "--check")
     table = out[out.index("measured time") :].splitlines()
     rows = {line.split()[0]: line.split() for line in table if line.startswith("  ")}
-    assert set(rows) == {sample.name for sample in SAMPLES}
+    assert set(rows) == {sample.name for sample in SAMPLES} | {rate.name for rate in RATES}
     for sample in SAMPLES:
         assert ("held" in rows[sample.name]) == (sample.use is Use.HELD_OUT)
     assert rows["fit_mi325x_tp8_conc1"][1:6] == ["fitted", "29.03", "29.03", "+0.0", "%"]
     assert rows["mi325x_20k"][1:4] == ["held", "out", "11,800"]
-    assert [name for name, row in rows.items() if row[-1] == "NO"] == ["mi325x_20k"]
+    no_time = [name for name, row in rows.items() if row[-1] == "NO" and not name.startswith("mi355x_1p1d")]
+    assert no_time == ["mi325x_20k"]
     assert {row[-1] for row in rows.values()} == {"yes", "NO"}
 
 
@@ -105,6 +107,32 @@ def test_the_bias_of_prompts_and_the_band_that_does_not_hold_are_told(capsys: py
     assert prefill.endswith("% off (all predicted too short); 9 in their bands, not mi325x_20k")
     assert "on mi325x 623 ms to 50,000, 396 ms to 100,000, 671 ms to 200,000" in out
     assert "expect prompts to take longer than predicted" in out
+
+
+def test_measured_throughput_is_held_out_and_shown_where_it_misses(capsys: pytest.CaptureFixture[str]) -> None:
+    """All concurrencies of one source, not those that are met."""
+    assert {rate.concurrency: rate.tokens_per_second for rate in RATES} == {
+        4: 50.4,
+        8: 218.5,
+        16: 429.0,
+        32: 747.8,
+        64: 1217.3,
+    }
+    assert {rate.setup.engine.name for rate in RATES}.isdisjoint(
+        sample.setup.engine.name for sample in SAMPLES if sample.use is Use.FITTED
+    )
+    _, out, _ = run(capsys, "--check")
+    rows = {line.split()[0]: line.split() for line in out[out.index("throughput, tokens/s") :].splitlines()}
+    shown = [rows[rate.name] for rate in RATES]
+    assert shown[0][1:4] == ["held", "out", "50.40"]
+    assert [row[-1] for row in shown] == ["NO", "NO", "yes", "yes", "yes"]
+    assert "throughput: 5 held out, " in out
+    assert "3 in their bands, not mi355x_1p1d_conc4, mi355x_1p1d_conc8\n" in out
+    document = json.loads(run(capsys, "--check", "-o", "json")[1])
+    for row, rate in zip(document["rates"], RATES, strict=True):
+        assert row["measured"] == rate.tokens_per_second
+        assert row["in_band"] == (row["low"] <= row["measured"] <= row["high"])
+        assert row["error"] == pytest.approx(row["predicted"] / row["measured"] - 1)
 
 
 def errors_over_ranges(phase: type[DecodeLoad | PrefillLoad], names: tuple[str, ...]) -> list[list[float]]:
