@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal
-from typing import Annotated, Any, Final, TypeVar
+from typing import Annotated, Any, Final, TypeVar, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError, WithJsonSchema
 from pydantic.alias_generators import to_camel
@@ -88,6 +89,8 @@ FreeForm = Annotated[dict[str, Any], WithJsonSchema({"type": "object", "x-kubern
 
 MOST_SHOWN = 120
 """Characters of a wrong value in a message; it may be a whole object."""
+MOST_FIELDS = 12
+"""Fields that are listed where one is misspelt; objects of Kubernetes have dozens."""
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -95,13 +98,14 @@ Model = TypeVar("Model", bound=BaseModel)
 def parse(model: type[Model], document: Mapping[str, Any], where: str = "") -> Model:
     """Validate a document as the API server would hand it over.
 
-    Raises InvalidSpec with one problem a wrong field; `where` is put before each field's path.
+    Raises InvalidSpec with one problem a wrong field; `where` is put before each field's path; one that ends
+    in a colon and a space, as a file does, without a dot.
     """
     try:
         # JSON mode: strict about numbers and strings, but a list may become a tuple and a string an enum.
         return model.model_validate_json(json.dumps(document, default=str))
     except ValidationError as error:
-        raise InvalidSpec(tuple(_problem(item, where) for item in error.errors())) from error
+        raise InvalidSpec(tuple(_problem(item, where, model) for item in error.errors())) from error
 
 
 def dump(model: BaseModel) -> dict[str, Any]:
@@ -109,17 +113,63 @@ def dump(model: BaseModel) -> dict[str, Any]:
     return model.model_dump(mode="json", by_alias=True, exclude_none=True)
 
 
-def _problem(item: Any, where: str) -> Problem:
-    path = ".".join(str(part) for part in (where, *item["loc"]) if part != "") or "the document"
-    got = _shortened(repr(item["input"]))
+def _problem(item: Any, where: str, model: type[BaseModel]) -> Problem:
+    place, path = item["loc"], ".".join(map(str, item["loc"]))
+    if where and not where.endswith(": "):
+        where += "." if path else ""
+    elif not path:
+        path = "the document"
+    field = where + path
+    got = _shortened(_written(item["input"]))
     match item["type"]:
         case "extra_forbidden":
-            return Problem(path, got, "no such field", "remove it or mend its spelling")
+            remedy = f"remove it or mend its spelling{_hint(str(place[-1]), _fields_at(model, place[:-1]))}"
+            return Problem(field, got, "no such field", remedy)
         case "missing":
-            return Problem(path, "nothing", "a value", "set it")
+            return Problem(field, "nothing", "a value", "set it")
+        case "model_type" if 0 < len(names := _fields_at(model, place)) <= MOST_FIELDS:
+            return Problem(field, got, f"an object with any of {', '.join(names)}", "correct the value")
         case _:
             expected = item["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
-            return Problem(path, got, expected, "correct the value")
+            return Problem(field, got, expected, "correct the value")
+
+
+def _fields_at(model: type[BaseModel], place: Sequence[int | str]) -> list[str]:
+    """Names of the fields that the object at this place may have, as they are written; none for a free form."""
+    models = [model]
+    for part in place:
+        inner = [field.annotation for each in models for name, field in _written_fields(each) if name == part]
+        # a place in a list and a key of a table are no field, and leave what may stand there
+        if inner:
+            models = [found for annotation in inner for found in _models_in(annotation)]
+    return list(dict.fromkeys(name for each in models for name, _ in _written_fields(each)))
+
+
+def _written_fields(model: type[BaseModel]) -> Iterator[tuple[str, Any]]:
+    return ((field.alias or to_camel(name), field) for name, field in model.model_fields.items())
+
+
+def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for inner in get_args(annotation):
+        yield from _models_in(inner)
+
+
+def _hint(wrong: str, names: list[str]) -> str:
+    """What may be meant, and what there is; empty where neither is known."""
+    plain = {name.lower(): name for name in names}
+    begun = [name for name in plain if len(wrong) > 2 and name.startswith(wrong.lower())]
+    near = [plain[name] for name in (begun or difflib.get_close_matches(wrong.lower(), plain, 1))[:1]]
+    hint = f"; did you mean {near[0]}?" if near else ""
+    if not 0 < len(names) <= MOST_FIELDS:
+        return hint
+    return f"{hint or ';'} known here: {', '.join(names)}"
+
+
+def _written(value: object) -> str:
+    """Objects, lists and null as in JSON."""
+    return json.dumps(value, ensure_ascii=False) if value is None or isinstance(value, dict | list) else repr(value)
 
 
 def _shortened(text: str) -> str:

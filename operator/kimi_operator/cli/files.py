@@ -43,7 +43,7 @@ def profiles_of(documents: Iterable[tuple[Path, Document]]) -> Mapping[str, Hard
     profiles = dict(built_in_profiles())
     for file, document in documents:
         if document.get("kind") == "HardwareProfile":
-            profile = parse(HardwareProfile, document, str(file))
+            profile = parse(HardwareProfile, document, f"{file}: ")
             profiles[profile.metadata.name] = profile
     return profiles
 

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from kimi_operator.api.base import parse
 from kimi_operator.api.deployment import KimiDeployment
@@ -63,8 +64,17 @@ def deployment_of(documents: Documents, files: Iterable[Path]) -> KimiDeployment
     """The one KimiDeployment of the documents. Raises InvalidSpec that names file and field."""
     found = [(file, document) for file, document in documents if document.get("kind") == "KimiDeployment"]
     if len(found) != 1:
-        raise refuse_file(files, f"{len(found)} KimiDeployments", "exactly one")
-    return parse(KimiDeployment, found[0][1], str(found[0][0]))
+        files = list(files)
+        kinds = dict.fromkeys(_kind(each) for file, each in documents if file in files)
+        others = f", but {' and '.join(kinds)}" if kinds and not found else ""
+        remedy = "mend the file" if found else "name a file with kind: KimiDeployment"
+        raise refuse_file(files, f"{len(found)} KimiDeployments{others}", "exactly one", remedy)
+    file, document = found[0]
+    return parse(KimiDeployment, document, f"{file}: ")
+
+
+def _kind(document: Mapping[str, Any]) -> str:
+    return f"kind {document['kind']}" if "kind" in document else "an object without kind"
 
 
 def _beside(file: Path) -> Iterator[Path]:

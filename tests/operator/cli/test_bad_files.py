@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 from kimi_operator.cli import MOST_PROBLEMS
 from kimi_operator.cli.files import MOST_CHARACTERS, MOST_VALUES
 
@@ -76,10 +77,10 @@ def test_what_cannot_be_read_is_refused_by_its_name(
 
 
 WRONG_KINDS = {
-    ("plan", "-f"): "0 KimiDeployments, expected exactly one",
+    ("plan", "-f"): "0 KimiDeployments, but kind ConfigMap, expected exactly one; name a file with",
     ("plan", "--chip", "mi300x", "--workload"): "got 'ConfigMap', expected a workload",
-    ("replay", "-f"): "0 KimiDeployments, expected exactly one",
-    ("render", "-f"): "0 KimiDeployments, expected exactly one",
+    ("replay", "-f"): "0 KimiDeployments, but kind ConfigMap, expected exactly one",
+    ("render", "-f"): "0 KimiDeployments, but kind ConfigMap, expected exactly one",
     ("profile", "list", "-f"): "no HardwareProfile, expected at least one",
     ("profile", "show", "mi300x", "-f"): "no HardwareProfile, expected at least one",
     ("profile", "from-node"): "got 'ConfigMap', expected a Node",
@@ -120,9 +121,47 @@ def test_each_wrong_field_has_a_line_and_very_many_are_counted(run: Run, tmp_pat
     status, _, err = run("plan", "-f", file)
     lines = err.splitlines()
     assert (status, len(lines)) == (2, MOST_PROBLEMS + 1)
-    assert all(line.startswith(f"kimictl: {file}.") for line in lines[:-1])
+    assert all(line.startswith(f"kimictl: {file}: ") for line in lines[:-1])
     assert lines[-1].startswith("kimictl: and ")
     assert max(map(len, lines)) < 400
+
+
+def test_a_misspelt_field_is_shown_those_that_there_are(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "m.yaml"
+    document = yaml.safe_load(MI300X.read_text())
+    spec = document["spec"]
+    spec |= {"prefil": {"name": None, "on": True}, "workload": {"prompt": 20_000, "output": {"fixed": 9}}}
+    spec["decode"] = None
+    file.write_text(yaml.safe_dump(document))
+    status, _, err = run("plan", "-f", file)
+    assert status == 2
+    got = "spec.prefil: got {"
+    assert f'kimictl: {file}: {got}"name": null, "on": true}}, expected no such field; ' in err
+    assert "mend its spelling; did you mean prefill? known here: model, hardware, " in err
+    assert f"{file}: spec.decode: got null, expected an object with any of groups, nodesPerGroup, " in err
+    lengths = "fixed, uniform, logNormal, empirical"
+    assert f"{file}: spec.workload.prompt: got 20000, expected an object with any of {lengths};" in err
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "{prompt: 9, output: 9, targets: {ttft: 5s}}",
+            "workload.targets.ttft: got '5s', expected no such field; remove it or mend its spelling; "
+            "did you mean ttftSeconds? known here: ttftSeconds, tpotSeconds\n",
+        ),
+        ("{prompt: {constant: 9}, output: 9}", "mend its spelling; known here: fixed, uniform, logNormal, empirical\n"),
+        ("{prompt: 9, output: 9, concurency: 4}", "did you mean concurrency? known here: prompt, output, reuse, "),
+    ],
+)
+def test_a_misspelt_key_of_a_workload_is_shown_the_right_ones(
+    run: Run, tmp_path: Path, text: str, expected: str
+) -> None:
+    file = tmp_path / "work.yaml"
+    file.write_text(text)
+    status, _, err = run("plan", "--chip", "mi300x", "--workload", file)
+    assert (status, expected in err) == (2, True)
 
 
 def test_standard_input_is_held_to_the_same(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
