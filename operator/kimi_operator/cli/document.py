@@ -14,6 +14,7 @@ import yaml
 from kimi_operator.api.base import dump
 from kimi_operator.cli.cost import Cost
 from kimi_operator.cli.outlook import DecodeSpeed, Outlook, RoleOutlook, Speed, contexts
+from kimi_operator.cli.text import meets_workload
 from kimi_operator.errors import Problem
 from kimi_operator.planner.case import Solution
 from kimi_operator.planner.designs import compare_designs
@@ -22,10 +23,13 @@ from kimi_operator.planner.workload import Workload
 
 
 def plan_document(outlook: Outlook, cost: Cost | None) -> dict[str, Any]:
-    """Everything about a plan that fits. Sizes in bytes, times and rates with their band, unit and calibration."""
+    """Everything about a plan that fits. Sizes in bytes, times and rates with their band, unit and calibration.
+
+    `meets_workload` is null where neither a load nor a target was stated, or none could be checked.
+    """
     document = {
         "feasible": True,
-        "meets_workload": not outlook.misses,
+        "meets_workload": meets_workload(outlook),
         **dataclasses.asdict(outlook.plan),
         "nodes": outlook.nodes,
         "deployment": dump(outlook.planned.deployment),

@@ -87,9 +87,31 @@ def headline(outlook: Outlook) -> dict[str, str]:
 def verdict(outlook: Outlook) -> str:
     """Whether it fits, and what of the workload it misses."""
     if not outlook.misses:
-        return "fits" + ("" if outlook.is_assumed else ", and meets the workload")
+        return "fits" + _what_was_checked(outlook)
     fields = ", ".join(dict.fromkeys(problem.field for problem in outlook.misses))
     return f"fits, but misses the workload: {fields} (see below)"
+
+
+def meets_workload(outlook: Outlook) -> bool | None:
+    """Whether the load and the targets that were stated are met; None where none could be checked."""
+    work = outlook.workload
+    if outlook.misses:
+        return False
+    if _has_targets(outlook):
+        return None if outlook.decode.case.timing is None else True
+    return None if work.running is None else True
+
+
+def _has_targets(outlook: Outlook) -> bool:
+    return outlook.workload.ttft_s is not None or outlook.workload.tpot_s is not None
+
+
+def _what_was_checked(outlook: Outlook) -> str:
+    if meets_workload(outlook):
+        return ", and meets what is stated, at assumed lengths" if outlook.is_assumed else ", and meets the workload"
+    if _has_targets(outlook):
+        return "; targets not checked: there are no predictions"
+    return "" if outlook.is_assumed else "; no target stated"
 
 
 def layout_text(each: RoleOutlook) -> str:
