@@ -13,9 +13,12 @@ from kimi_operator.api.profile import HardwareProfile
 from kimi_operator.cli.files import profiles_of
 from kimi_operator.cli.flag_documents import (
     DEPLOYMENT_FLAGS,
+    NOTHING_TYPED,
+    Typed,
     deployment_document,
     named_by_flag,
     read_by_flag,
+    typed,
     workload_document,
 )
 from kimi_operator.cli.flags import DeploymentFlags, WorkloadFlags, refuse
@@ -40,6 +43,7 @@ class Asked:
     workload: WorkloadDocument
     flags: frozenset[str] = frozenset()
     """Flags that problems are named by, instead of by fields."""
+    written: Typed = NOTHING_TYPED
 
     @property
     def is_from_flags(self) -> bool:
@@ -48,39 +52,46 @@ class Asked:
 
     def problems(self, problems: tuple[Problem, ...]) -> tuple[Problem, ...]:
         """Problems by the names that the user wrote."""
-        return named_by_flag(problems, self.flags)
+        return named_by_flag(problems, self.flags, self.written)
 
 
 def asked_for(files: list[Path], flags: DeploymentFlags, work: WorkloadFlags) -> Asked:
     """Raises InvalidSpec for files and flags that say nothing, too much, or what cannot be."""
     documents = read_documents(files)
-    profiles, workload = profiles_of(documents), workload_document(work)
+    profiles, written = profiles_of(documents), typed(flags, work)
     is_manifest = any(document.get("kind") == "KimiDeployment" for _, document in documents)
     if files and (is_manifest or not flags.given):
         if flags.given:
             remedy = "edit the manifest, or try kimictl plan --what-if KEY=VALUE"
             raise refuse(flags.given[0], "a flag beside a manifest", "either of them", remedy)
-        return Asked(deployment_of(documents, files), profiles, workload, work.given)
-    document = deployment_document(flags, chip_of(flags, profiles).spec.gpu.per_node)
-    names = DEPLOYMENT_FLAGS | work.given
-    return Asked(read_by_flag(names, lambda: parse(KimiDeployment, document)), profiles, workload, names)
+        deployment, names = deployment_of(documents, files), work.given
+    else:
+        chip = chip_of(flags, profiles)
+        document = deployment_document(replace(flags, chip=chip.metadata.name), chip.spec.gpu.per_node)
+        names = DEPLOYMENT_FLAGS | work.given
+        deployment = read_by_flag(names, lambda: parse(KimiDeployment, document), written)
+    model = read_by_flag(names, lambda: architecture(deployment.spec.model.architecture))
+    return Asked(deployment, profiles, workload_document(work, model.max_positions), names, written)
 
 
 def chip_of(flags: DeploymentFlags, profiles: Mapping[str, HardwareProfile]) -> HardwareProfile:
-    """The profile that --chip names. Raises InvalidSpec without one."""
+    """The profile that --chip names, in capitals or not. Raises InvalidSpec without one, or for several."""
     if flags.chip is None:
         if flags.given:
             raise refuse("--chip", "nothing", f"one of {sorted(profiles)}", "name the chip of the nodes")
         raise refuse("--file", "nothing", "a manifest, flags such as --chip mi300x, or --check", "name one with -f")
-    if flags.chip not in profiles:
+    if flags.chip in profiles:
+        return profiles[flags.chip]
+    alike = [name for name in profiles if name.lower() == flags.chip.lower()]
+    if len(alike) != 1:
         remedy = "name one of them, or give its HardwareProfile with -f"
         raise refuse("--chip", repr(flags.chip), f"one of {sorted(profiles)}", remedy)
-    return profiles[flags.chip]
+    return profiles[alike[0]]
 
 
 def make_plan(asked: Asked) -> Planned:
     """Plan; from flags for the workload that they state. Raises InvalidSpec for lengths beyond the model."""
-    return read_by_flag(asked.flags, lambda: plan_deployment(_with_workload(asked), asked.profiles))
+    return read_by_flag(asked.flags, lambda: plan_deployment(_with_workload(asked), asked.profiles), asked.written)
 
 
 def _with_workload(asked: Asked) -> KimiDeployment:
@@ -109,9 +120,9 @@ def outlook_of(planned: Planned, asked: Asked) -> Outlook:
     document, spec = asked.workload, planned.deployment.spec.workload
     if not document:
         return look_ahead(planned, None if spec is None else workload_of(spec, FIELD))
-    stated = read_by_flag(asked.flags, lambda: _workload(planned, document))
+    stated = read_by_flag(asked.flags, lambda: _workload(planned, document), asked.written)
     is_assumed = not _has_lengths(document)
-    outlook = read_by_flag(asked.flags, lambda: look_ahead(planned, stated, is_assumed=is_assumed))
+    outlook = read_by_flag(asked.flags, lambda: look_ahead(planned, stated, is_assumed=is_assumed), asked.written)
     return _without_repeats(outlook) if asked.is_from_flags else outlook
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Container, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,6 +13,7 @@ from kimi_operator.api.base import API_VERSION
 from kimi_operator.cli.files import read_objects
 from kimi_operator.cli.flags import DeploymentFlags, WorkloadFlags, refuse
 from kimi_operator.errors import InvalidSpec, Problem
+from kimi_operator.planner.workload import check_lengths, read_workload
 
 CHECKPOINT_PATH = "/models/checkpoint"
 """Where a deployment that was made of flags has its checkpoint; a plan does not look at it."""
@@ -40,10 +42,66 @@ FLAG_OF_FIELD = {
 DEPLOYMENT_FLAGS = frozenset(flag for field, flag in FLAG_OF_FIELD.items() if field.startswith("spec."))
 
 
-def named_by_flag(problems: tuple[Problem, ...], flags: Container[str]) -> tuple[Problem, ...]:
+@dataclass(frozen=True, slots=True)
+class Typed:
+    """What was written in flags where the documents that are made of them say it otherwise."""
+
+    texts: Mapping[str, str] = field(default_factory=dict)
+    """Times with their units, and lengths, by flag."""
+    nodes: int | None = None
+    """Of all groups, where --nodes states them."""
+    num_groups: int = 1
+
+    def said(self, problem: Problem) -> Problem:
+        """The problem, which is named by its flag, in the user's own words."""
+        if problem.field in self.texts and _NUMBER.fullmatch(problem.got):
+            # a bound of the field itself has no unit; what a prediction asks for has one
+            is_bare = problem.field.startswith("--target") and problem.expected[-1:].isdigit()
+            expected = f"{problem.expected} s" if is_bare else problem.expected
+            return replace(problem, got=self.texts[problem.field], expected=expected)
+        if self.nodes is None or problem.field not in _OF_A_GROUP:
+            return problem
+        got = f"{self.nodes}: {self.num_groups} groups of {problem.got}"
+        if problem.field != "--nodes-per-group":
+            nearest = _NEAREST.search(problem.remedy)
+            if nearest is None or self._of_all(nearest[1]) == str(self.nodes):
+                return problem  # it is not the number of nodes that must change
+            remedy = f"{problem.remedy} a group: --nodes {self._of_all(nearest[1])} --tensor-parallel {nearest[2]}"
+            return Problem("--nodes", got, problem.expected, remedy)
+        expected = _BOUND.sub(lambda bound: f"{bound[1]} {self._of_all(bound[2])}", problem.expected)
+        remedy = _LIST.sub(lambda each: f"[{', '.join(map(self._of_all, each[1].split(', ')))}]", problem.remedy)
+        return Problem("--nodes", got, expected, remedy)
+
+    def _of_all(self, nodes_of_a_group: str) -> str:
+        return str(int(nodes_of_a_group) * self.num_groups)
+
+
+_NUMBER = re.compile(r"[0-9.,e+-]+")
+_OF_A_GROUP = {"--nodes-per-group", "spec.prefill", "spec.decode"}
+_BOUND = re.compile(r"(than or equal to) ([0-9]+)")
+_LIST = re.compile(r"\[([0-9]+(?:, [0-9]+)*)\]")
+_NEAREST = re.compile(r"([0-9]+) x [0-9]+ GPUs with tensorParallel ([0-9]+)$")
+NOTHING_TYPED = Typed()
+
+
+def typed(flags: DeploymentFlags, work: WorkloadFlags) -> Typed:
+    """What the flags say in words of their own."""
+    texts = {
+        "--target-tpot": work.target_tpot,
+        "--target-ttft": work.target_ttft,
+        "--prompt-tokens": work.prompt_tokens,
+        "--output-tokens": work.output_tokens,
+    }
+    groups = _stated(flags.prefill_groups, 1) + _stated(flags.decode_groups, 1)
+    return Typed({flag: text for flag, text in texts.items() if text is not None}, flags.nodes, groups)
+
+
+def named_by_flag(
+    problems: tuple[Problem, ...], flags: Container[str], written: Typed = NOTHING_TYPED
+) -> tuple[Problem, ...]:
     """The same problems with one of `flags` for its field; what both roles have in common once."""
     named = (replace(problem, field=_flag(problem.field, flags)) for problem in problems)
-    return tuple(dict.fromkeys(named))
+    return tuple(dict.fromkeys(map(written.said, named)))
 
 
 def _flag(field: str, flags: Container[str]) -> str:
@@ -58,12 +116,12 @@ def _flag(field: str, flags: Container[str]) -> str:
 _T = TypeVar("_T")
 
 
-def read_by_flag(flags: Container[str], read: Callable[[], _T]) -> _T:
+def read_by_flag(flags: Container[str], read: Callable[[], _T], written: Typed = NOTHING_TYPED) -> _T:
     """What `read` gives; its InvalidSpec names these flags instead of fields."""
     try:
         return read()
     except InvalidSpec as error:
-        raise InvalidSpec(named_by_flag(error.problems, flags)) from error
+        raise InvalidSpec(named_by_flag(error.problems, flags, written)) from error
 
 
 def deployment_document(flags: DeploymentFlags, gpus_per_node: int) -> dict[str, Any]:
@@ -108,8 +166,13 @@ def _nodes_per_group(flags: DeploymentFlags, num_groups: int) -> int:
     return each
 
 
-def workload_document(flags: WorkloadFlags) -> dict[str, Any]:
-    """The workload of --workload and of the flags, in the form of the file. Empty without any. Raises InvalidSpec."""
+def workload_document(flags: WorkloadFlags, max_positions: int | None = None) -> dict[str, Any]:
+    """The workload of --workload and of the flags, in the form of the file. Empty without any. Raises InvalidSpec.
+
+    `max_positions` are those of the model, where it is known: a length beyond them is told though the other is missing.
+    """
+    if flags.reuse is not None and not 0 <= flags.reuse < 1:
+        raise refuse("--reuse", f"{flags.reuse:g}", "a number from 0 to below 1", "write the share, such as 0.9")
     document: dict[str, Any] = {} if flags.workload is None else dict(_file(flags.workload))
     targets = document.get("targets", {})
     times = {
@@ -126,7 +189,24 @@ def workload_document(flags: WorkloadFlags) -> dict[str, Any]:
     document |= _without_none(stated)
     if given := _without_none(times):
         document["targets"] = {**targets, **given} if isinstance(targets, Mapping) else given
+    if flags.workload is None:
+        _check_both_lengths(document, flags, max_positions)
     return document
+
+
+def _check_both_lengths(document: Mapping[str, Any], flags: WorkloadFlags, max_positions: int | None) -> None:
+    """Raises InvalidSpec for one length without the other, and first for what is wrong with the one."""
+    texts = {"prompt": flags.prompt_tokens, "output": flags.output_tokens}
+    missing = [name for name, text in texts.items() if text is None]
+    if len(missing) != 1:
+        return
+    (lone,) = texts.keys() - missing
+    written, other = typed(DeploymentFlags(), flags), f"--{missing[0]}-tokens"
+    alone = read_by_flag(flags.given, lambda: read_workload({**document, missing[0]: 1}), written)
+    problems = () if max_positions is None else check_lengths(alone, max_positions)
+    example = f"{other} {500 if missing[0] == 'output' else 4096}"
+    needs = Problem(f"--{lone}-tokens", f"{texts[lone]} alone", f"{other} too", f"add it, such as {example}")
+    raise InvalidSpec((*named_by_flag(problems, flags.given, written), needs))
 
 
 def _file(file: Path) -> Mapping[str, Any]:
@@ -139,7 +219,9 @@ def _file(file: Path) -> Mapping[str, Any]:
     return found[0]
 
 
+_FACTORS = {"k": 1000, "m": 1_000_000}
 _RANGE = re.compile(r"([0-9][0-9_,]*)(?:-([0-9][0-9_,]*))?")
+_SHORT = re.compile(r"([0-9]+(?:\.[0-9]+)?)([km])", re.IGNORECASE)
 _TIME = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(ms|s)")
 
 
@@ -148,9 +230,9 @@ def _lengths(flag: str, text: str | None) -> int | dict[str, Any] | None:
         return None
     match = _RANGE.fullmatch(text)
     if match is None:
-        raise refuse(
-            flag, repr(text), "a number of tokens, or MIN-MAX", "write 4096 or 1000-8000; others in --workload"
-        )
+        in_full = _SHORT.sub(lambda short: str(int(Decimal(short[1]) * _FACTORS[short[2].lower()])), text)
+        remedy = f"write {in_full}" if _RANGE.fullmatch(in_full) else "write 4096 or 1000-8000; others in --workload"
+        raise refuse(flag, repr(text), "a number of tokens, or MIN-MAX", remedy)
     least, most = (None if part is None else int(re.sub("[_,]", "", part)) for part in match.groups())
     return least if most is None else {"uniform": {"min": least, "max": most}}
 

@@ -4,6 +4,7 @@ No pydantic here, which would be asked to check every flag a second time while t
 no texts here, which would have to be read once more for each flag.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -27,6 +28,19 @@ def read_whole(_: object, tokens: Sequence[Token]) -> int:
         raise ValueError(f"{text!r} is no whole number") from None
 
 
+def read_number(_: object, tokens: Sequence[Token]) -> float:
+    """A number; what stands around one, as a currency does, is shown how to be left out."""
+    text = tokens[0].value
+    try:
+        return float(text)
+    except ValueError:
+        inside = re.search(r"[0-9]+(?:\.[0-9]+)?", text)
+        number = "one such as 0.9 or 2.5" if inside is None else inside[0]
+        remedy = f"write {float(number) / 100:g}" if inside and text.endswith("%") else f"write {number}"
+        raise ValueError(f"got {text!r}, expected a number; {remedy}") from None
+
+
+Number: TypeAlias = Annotated[float | None, Parameter(converter=read_number, n_tokens=1)]
 Whole: TypeAlias = Annotated[int | None, Parameter(converter=read_whole, n_tokens=1)]
 
 
@@ -77,7 +91,7 @@ class View:
         Parameter(group=VIEWS, negative=(), help="Two manifests: show both plans side by side."),
     ] = None
     cost: Annotated[
-        float | None,
+        Number,
         Parameter(group=VIEWS, help="Price of a GPU-hour: show what a million tokens cost."),
     ] = None
     explain: Annotated[
@@ -121,13 +135,13 @@ class WorkloadFlags:
     prompt_tokens: Annotated[str | None, Parameter(group=WORKLOAD, help="N, or MIN-MAX.")] = None
     output_tokens: Annotated[str | None, Parameter(group=WORKLOAD, help="N, or MIN-MAX.")] = None
     reuse: Annotated[
-        float | None, Parameter(group=WORKLOAD, help="Share of prompt tokens that the cache has, 0 to below 1.")
+        Number, Parameter(group=WORKLOAD, help="Share of prompt tokens that the cache has, 0 to below 1.")
     ] = None
     concurrency: Annotated[
         Whole, Parameter(group=WORKLOAD, help="Requests in decode at once; as many as fit by default.")
     ] = None
     requests_per_second: Annotated[
-        float | None, Parameter(group=WORKLOAD, help="Instead of --concurrency; needs --target-tpot.")
+        Number, Parameter(group=WORKLOAD, help="Instead of --concurrency; needs --target-tpot.")
     ] = None
     target_tpot: Annotated[
         str | None, Parameter(group=WORKLOAD, help="Longest time between two tokens, such as 60ms.")
@@ -138,10 +152,10 @@ class WorkloadFlags:
 
     @property
     def given(self) -> frozenset[str]:
-        """Flags that were stated; of the two lengths both, since either needs the other."""
+        """Flags that were stated, and those that they need: a rate needs a target."""
         stated = {flag_name(field.name) for field in fields(self) if getattr(self, field.name) is not None}
-        lengths = {"--prompt-tokens", "--output-tokens"}
-        return frozenset(stated | lengths if stated & lengths and self.workload is None else stated)
+        needs_target = self.requests_per_second is not None and self.workload is None
+        return frozenset(stated | {"--target-tpot"} if needs_target else stated)
 
 
 def flag_name(field: str) -> str:

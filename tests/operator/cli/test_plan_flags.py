@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -75,7 +76,7 @@ def test_the_first_ten_lines_answer(run: Run) -> None:
     status, out, _ = run("plan", "-f", MI300X, "--prompt-tokens", 4096, "--output-tokens", 512)
     first = "\n".join(out.splitlines()[:FIRST_SCREEN])
     assert status == 0
-    for part in ("fits, and meets the workload", "maxNumSeqs a lane", "550,848", "524,288 tokens", "TPOT", "tokens/s"):
+    for part in ("fits; no target stated", "maxNumSeqs a lane", "550,848", "524,288 tokens", "TPOT", "tokens/s"):
         assert part in first
     assert out.splitlines()[FIRST_SCREEN] == ""
 
@@ -193,6 +194,7 @@ LENGTHS = ("--prompt-tokens", "2048", "--output-tokens", "128")
         ((*CHIP, "--nodes", "0"), "--nodes: got 0, expected a multiple of 2"),
         ((*CHIP, "--nodes", "-4"), "--nodes: got -4, expected a multiple of 2"),
         ((*CHIP, "--nodes", "5"), "--nodes: got 5, expected a multiple of 2"),
+        ((*CHIP, "--nodes", "100000"), "--nodes: got 100000: 2 groups of 50000, expected less than or equal to 128;"),
         ((*CHIP, "--nodes", "4", "--nodes-per-group", "4"), "--nodes: got 4, expected 2 groups x 4 nodes = 8"),
         ((*CHIP, "--nodes-per-group", "0"), "--nodes-per-group: got 0, expected greater than or equal to 1"),
         ((*CHIP, "--gpus-per-node", "65"), "--gpus-per-node: got 65, expected less than or equal to 64"),
@@ -205,21 +207,44 @@ LENGTHS = ("--prompt-tokens", "2048", "--output-tokens", "128")
         ((*CHIP, "--architecture", "kimi-k9"), "--architecture: got 'kimi-k9', expected one of ['kimi-k3'"),
         ((*CHIP, "--prompt-tokens", "x"), "--prompt-tokens: got 'x', expected a number of tokens, or MIN-MAX"),
         ((*CHIP, "--prompt-tokens", "-5"), "--prompt-tokens"),
-        ((*CHIP, "--prompt-tokens", "2048"), "--output-tokens: got nothing, expected a value; set it"),
-        ((*CHIP, "--prompt-tokens", "9-3", "--output-tokens", "1"), "--prompt-tokens: got 9, expected at most max, 3"),
-        ((*CHIP, *LENGTHS, "--reuse", "1"), "--reuse: got 1.0, expected less than"),
-        ((*CHIP, *LENGTHS, "--reuse", "-0.1"), "--reuse: got -0.1, expected greater than or equal to 0"),
+        (
+            (*CHIP, "--prompt-tokens", "2048"),
+            "--prompt-tokens: got 2048 alone, expected --output-tokens too; add it, such as --output-tokens 500",
+        ),
+        (
+            (*CHIP, "--output-tokens", "9"),
+            "--output-tokens: got 9 alone, expected --prompt-tokens too; add it, such as --prompt-tokens 4096",
+        ),
+        ((*CHIP, "--search", "4", "--prompt-tokens", "9"), "--prompt-tokens: got 9 alone, expected --output-tokens"),
+        ((*CHIP, "--prompt-tokens", "9-3"), "--prompt-tokens: got 9-3, expected at most max, 3; swap min and max"),
+        ((*CHIP, "--prompt-tokens", "2000000"), "--prompt-tokens: got 2,000,000 tokens, expected less than 1,048,576"),
+        (
+            (*CHIP, "--prompt-tokens", "9-3", "--output-tokens", "1"),
+            "--prompt-tokens: got 9-3, expected at most max, 3",
+        ),
+        ((*CHIP, "--prompt-tokens", "20k"), "--prompt-tokens: got '20k', expected a number of tokens, or MIN-MAX; wr"),
+        ((*CHIP, "--prompt-tokens", "20k"), "; write 20000\n"),
+        ((*CHIP, "--prompt-tokens", "1.5K-2m"), "; write 1500-2000000\n"),
+        ((*CHIP, *LENGTHS, "--reuse", "1"), "--reuse: got 1, expected a number from 0 to below 1; write the share"),
+        ((*CHIP, *LENGTHS, "--reuse", "-0.1"), "--reuse: got -0.1, expected a number from 0 to below 1"),
+        ((*CHIP, *LENGTHS, "--reuse", "nan"), "--reuse: got nan, expected a number from 0 to below 1"),
+        ((*CHIP, *LENGTHS, "--reuse", "90%"), "--reuse: got '90%', expected a number; write 0.9;"),
         ((*CHIP, *LENGTHS, "--concurrency", "0"), "--concurrency: got 0, expected greater than or equal to 1"),
         ((*CHIP, *LENGTHS, "--requests-per-second", "0"), "--requests-per-second: got 0.0, expected greater than"),
         (
             (*CHIP, *LENGTHS, "--requests-per-second", "2"),
-            "workload.targets.tpotSeconds: got nothing, expected a value",
+            "--target-tpot: got nothing, expected a value",
         ),
         ((*CHIP, *LENGTHS, "--target-tpot", "60"), "--target-tpot: got '60', expected a time with its unit"),
-        ((*CHIP, *LENGTHS, "--target-tpot", "0ms"), "--target-tpot: got 0.0, expected greater than"),
+        (
+            (*CHIP, *LENGTHS, "--target-tpot", "0ms"),
+            "--target-tpot: got 0ms, expected greater than or equal to 0.000001 s",
+        ),
         ((*CHIP, *LENGTHS, "--target-ttft", "fast"), "--target-ttft: got 'fast', expected a time with its unit"),
         ((*CHIP, "--prompt-tokens", "2000000", "--output-tokens", "1"), "--prompt-tokens: got 2,000,000 tokens"),
         ((*CHIP, "--workload", "/none.yaml"), "/none.yaml: got No such file or directory"),
+        ((*CHIP, "--cost", "$2.5"), "--cost: got '$2.5', expected a number; write 2.5;"),
+        ((*CHIP, "--cost", "cheap"), "--cost: got 'cheap', expected a number; write one such as 0.9 or 2.5;"),
         ((*CHIP, "--cost", "0"), "--cost: got 0, expected a price of a GPU-hour from 1e-06 to 1,000,000"),
         ((*CHIP, "--cost", "nan"), "--cost: got nan, expected a price of a GPU-hour from 1e-06 to 1,000,000"),
         ((*CHIP, "--cost", "-2"), "--cost: got -2, expected a price of a GPU-hour from 1e-06 to 1,000,000"),
@@ -270,7 +295,57 @@ def test_a_layout_that_does_not_fit_names_its_flag(run: Run) -> None:
     assert "use the nearest layout that fits: 2 x 8 GPUs with tensorParallel 2" in out
     status, out, _ = run("plan", *CHIP, "--nodes", 6)
     assert status == 1
+    assert "--nodes\n    got       6: 2 groups of 3 (x gpusPerNode 8 = 24 ranks)" in out
+    assert "set it to one of [2, 4, 8, 14, " in out
+    assert out.count("remedy") == 1
+    _, out, _ = run("plan", *CHIP, "--nodes-per-group", 3)
     assert "--nodes-per-group\n    got       3 (x gpusPerNode 8 = 24 ranks)" in out
+
+
+def test_numbers_of_nodes_that_a_refusal_names_are_taken(run: Run, plan: Plan) -> None:
+    _, out, _ = run("plan", *CHIP, "--nodes", 6)
+    numbers = json.loads(re.search(r"set it to one of (\[.*\])", out)[1])
+    assert plan(*CHIP, "--nodes", numbers[-1])["nodes"] == numbers[-1]
+    status, out, _ = run("plan", *CHIP, "--nodes", 2, "--tensor-parallel", 4)
+    assert (status, out.splitlines()[1]) == (1, "  --nodes")
+    flags = re.search(r"a group: (--nodes \d+ --tensor-parallel \d+)$", out, re.MULTILINE)[1].split()
+    assert plan(*CHIP, *flags)["nodes"] == int(flags[1])
+
+
+@pytest.mark.parametrize("name", ["MI300X", "Mi300x"])
+def test_a_chip_is_known_in_capitals_too(plan: Plan, name: str) -> None:
+    assert plan("--chip", name) == plan(*CHIP)
+    assert plan("--chip", name)["deployment"]["spec"]["hardware"]["profile"] == "mi300x"
+
+
+@pytest.mark.parametrize(("flag", "text"), [("--target-ttft", "5s"), ("--target-tpot", "60ms")])
+def test_a_missed_target_is_told_as_it_was_typed(run: Run, flag: str, text: str) -> None:
+    status, out, _ = run("plan", *CHIP, "--prompt-tokens", 20_000, "--output-tokens", 500, flag, text)
+    assert status == 1
+    assert re.search(rf"^misses: {flag}: got {text}, expected at least [0-9.]+ s, ", out, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("flags", "verdict", "is_met"),
+    [
+        ((*CHIP,), "fits", None),
+        ((*CHIP, *LENGTHS), "fits; no target stated", None),
+        ((*CHIP, *LENGTHS, "--concurrency", "8"), "fits, and meets the workload", True),
+        ((*CHIP, *LENGTHS, "--target-tpot", "500ms"), "fits, and meets the workload", True),
+        ((*CHIP, "--target-tpot", "500ms"), "fits, and meets what is stated, at assumed lengths", True),
+        (
+            ("--chip", "mi308x", *LENGTHS, "--target-ttft", "1s"),
+            "fits; targets not checked: there are no predictions",
+            None,
+        ),
+    ],
+)
+def test_only_what_was_checked_is_said_to_be_met(
+    run: Run, plan: Plan, flags: tuple[str, ...], verdict: str, is_met: bool | None
+) -> None:
+    status, out, _ = run("plan", *flags)
+    assert (status, out.splitlines()[1]) == (0, verdict)
+    assert plan(*flags)["meets_workload"] is is_met
 
 
 def test_yaml_and_json_say_the_same(run: Run) -> None:
