@@ -214,6 +214,12 @@ def _fragment(done: Calibrated) -> dict[str, Any]:
         calibration[f"{name}Factor"] = float(f"{change.after.factor():.5g}")
         # never narrower than it is
         calibration[f"{name}BandPercent"] = math.ceil(1e3 * math.expm1(change.after.error)) / 10
+    shape = done.setup.shape
+    calibration["layout"] = {
+        "nodes": shape.nodes,
+        "gpusPerNode": shape.gpus_per_node,
+        "tensorParallel": shape.tensor_parallel,
+    }
     loads = ", ".join(f"{len(samples)} of {name}" for name, samples in done.samples.items())
     what = f"{done.results.architecture} on {done.setup.shape}, points: {loads}"
     calibration["measuredOn"] = "; ".join(part for part in (what, done.results.measured_on) if part)[:256]

@@ -114,5 +114,5 @@ class Forecast:
 
 def _without_band(side: _Side) -> _Side:
     """The same side, whose factor is not fitted anew over what is assumed: a ranking needs the value alone."""
-    stated = replace(side.calibration, anchors=(), stated_factor=side.calibration.factor())
+    stated = replace(side.calibration, anchors=(), stated_factor=side.calibration.factor(), elsewhere=None)
     return replace(side, calibration=stated)

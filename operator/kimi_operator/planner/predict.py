@@ -17,6 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cache
 
+from kimi_operator.planner.memory import GroupShape
 from kimi_operator.planner.roofline import (
     ASSUMED,
     ASSUMED_RANGES,
@@ -77,6 +78,10 @@ class Calibration:
     """Largest held-out error, as |log(predicted / measured)|."""
     text: str
     stated_factor: float = 1.0
+    shape: GroupShape | None = None
+    """The only layout that `error` was measured on; None: it holds for all."""
+    elsewhere: Calibration | None = None
+    """Whose band, as a share of the value, others have at least."""
 
     def factor(self, constants: Constants = ASSUMED) -> float:
         """Geometric mean of measured over roofline: the least squares of relative errors."""
@@ -131,13 +136,17 @@ def _predict(setup: Setup, load: DecodeLoad | PrefillLoad, calibration: Calibrat
     if calibration.anchors:
         corners = _refits(calibration, _VARIED[type(load)])
         spread += [factor * roofline_s(setup, load, constants) for constants, factor in corners]
-    margin = math.exp(calibration.error)
+    margin, text = math.exp(calibration.error), calibration.text
+    if calibration.elsewhere is not None and setup.shape != calibration.shape:
+        wide = _predict(setup, load, calibration.elsewhere)
+        spread += [value * end / wide.value for end in (wide.low, wide.high)]
+        text += f"; nothing measured on {setup.shape}: the band is that of other measurements"
     return Prediction(
         value=value,
         low=min(value / margin, *spread),
         high=max(value * margin, *spread),
         unit="s",
-        calibrated_on=calibration.text,
+        calibrated_on=text,
         terms=terms,
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from kimi_operator.api.calibration import CalibrationSpec
 from kimi_operator.api.deployment import KimiDeploymentSpec, Role
 from kimi_operator.api.profile import DType, HardwareProfile
 from kimi_operator.errors import InvalidSpec, Problem
@@ -52,7 +53,7 @@ def forecast_of(a: Architecture, profile: HardwareProfile, kv_dtype: DType, work
         del role
         return replace(one_gpu, shape=shape)
 
-    prefill = calibration_for(one_gpu, PrefillLoad, profile.spec.calibration)
+    prefill = _calibration(one_gpu, PrefillLoad, profile.spec.calibration)
     return Forecast(workload, setup, decode, prefill, profile.spec.limits.prefill_batched_tokens)
 
 
@@ -64,4 +65,14 @@ def decode_forecast(a: Architecture, profile: HardwareProfile, kv_dtype: DType) 
     chip = built_in_measurements().chip(profile)
     engine = replace(worker_engine(profile), kv_itemsize=ITEMSIZE[kv_dtype])
     one_gpu = Setup(a, chip, GroupShape(1, 1, 1), engine, graphs=Graphs.NONE)
-    return one_gpu, calibration_for(one_gpu, DecodeLoad, profile.spec.calibration)
+    return one_gpu, _calibration(one_gpu, DecodeLoad, profile.spec.calibration)
+
+
+def _calibration(setup: Setup, phase: type[DecodeLoad | PrefillLoad], own: CalibrationSpec | None) -> Calibration:
+    """The factor of an engine. What a profile states was measured on one layout, and narrows the band on no other."""
+    found = calibration_for(setup, phase, own)
+    if own is None or own.layout is None or found.anchors:
+        return found
+    layout = own.layout
+    shape = GroupShape(layout.nodes, layout.gpus_per_node, layout.tensor_parallel)
+    return replace(found, shape=shape, elsewhere=calibration_for(setup, phase, None))

@@ -71,3 +71,30 @@ def test_layouts_are_ranked_by_the_run_too(run: Run, profile: Path) -> None:
     assert rates[0]
     assert "of the profile" in after["calibrated_on"]
     assert rates[1] == [pytest.approx(rate / SLOWER, rel=1e-4) for rate in rates[0]]
+
+
+def test_a_run_narrows_the_band_of_its_own_layout_alone(run: Run, tmp_path: Path) -> None:
+    points = [
+        {"concurrency": requests, "contextTokens": 1000, "tpotMs": tpot}
+        for requests, tpot in ((1, 30.0), (2, 32.5), (4, 35.5))
+    ]
+    measured = {"nodes": 1, "gpusPerNode": 8, "tensorParallel": 8}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump({"chip": "mi355x", "layout": measured, "decode": points}))
+    status, out, err = run("profile", "calibrate", tmp_path / "run.yaml", "-o", "yaml")
+    assert status == 0, err
+    document = dump(built_in_profiles()["mi355x"])
+    document["spec"] |= yaml.safe_load(out)["spec"]
+    (tmp_path / "mi355x.yaml").write_text(yaml.safe_dump(document))
+    percent = document["spec"]["calibration"]["decodeBandPercent"]
+    files = "--chip", "mi355x", "-f", tmp_path / "mi355x.yaml"
+
+    def step(nodes: int, tensor_parallel: int, *arguments: object) -> dict[str, float]:
+        shape = "--nodes-per-group", nodes, "--tensor-parallel", tensor_parallel
+        return plan(run, *arguments, *shape, "--prompt-tokens", 1000, "--output-tokens", 100)["speed"]["tpot_alone"]
+
+    own = step(1, 8, *files)
+    assert own["high"] / own["value"] == pytest.approx(1 + percent / 100)
+    other, uncalibrated = step(2, 2, *files), step(2, 2, "--chip", "mi355x")
+    for end in ("low", "high"):
+        assert other[end] / other["value"] == pytest.approx(uncalibrated[end] / uncalibrated["value"])
+    assert other["high"] / other["value"] > 1.5 * percent / 100 + 1
