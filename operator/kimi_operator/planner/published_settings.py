@@ -2,7 +2,8 @@
 
 Two inputs were not published and are chosen: the context of a request (the longest that so many hold in the pool) and
 the bytes of a captured graph (a 200th of what the pool leaves). So a row shows that the solver explains a setting, and
-for which contexts; it is no prediction.
+for which contexts; it is no prediction. The cause that was published for 8 on MI300X, graphs that left too little, is
+solved for beside it, from what they left: there graphs bind short requests, and pages longer ones.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from kimi_operator.api.deployment import Role
 from kimi_operator.planner.architecture import Architecture
 from kimi_operator.planner.budget import MOST_CAPTURED, BlockPool, Budget, Captures
 from kimi_operator.planner.case import Case, Solution
-from kimi_operator.planner.memory import GroupShape
+from kimi_operator.planner.memory import GroupShape, MemoryLine
 from kimi_operator.planner.solve import solve, stretches
 from kimi_operator.planner.unified import block_layout
 from kimi_operator.planner.units import bytes_text
@@ -35,6 +36,22 @@ POOL_MI300X, POOL_MI325X = 13_000_000_000, 40_000_000_000
 GRAPHS_IN_REST = 200
 """Captured graphs that would take all that the pool leaves. By hand: from 25 on pages bind, and all give the same."""
 
+LENGTHS = (2176, 20_000, 97_920)
+"""Tokens of a request that the published cause is solved for: short, middling, and as chosen for the row."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeftByGraphs:
+    """What captured graphs left beside the pool for so many requests a lane: too little (published)."""
+
+    max_num_seqs: int
+    bytes: int
+
+    @property
+    def num_graphs(self) -> int:
+        """Batch sizes that were captured."""
+        return len(Captures(1).sizes(self.max_num_seqs))
+
 
 @dataclass(frozen=True, slots=True)
 class PublishedSetting:
@@ -46,6 +63,8 @@ class PublishedSetting:
     max_num_seqs: int
     tokens: int
     """Of each request."""
+    left: LeftByGraphs | None = None
+    """Where a cause was published: what a larger setting left."""
 
     def case(self, a: Architecture) -> Case:
         """What the solver is asked; MAX_NUM_SEQS is left open."""
@@ -60,6 +79,33 @@ class PublishedSetting:
         found = solve(self.case(a))
         assert isinstance(found, Solution), str(found)
         return found
+
+    def with_published_graphs(self, a: Architecture, tokens: int) -> Solution:
+        """The same hardware and pool, with graphs as large as the published remainder says, and more than it free."""
+        assert self.left is not None
+        # bytes of a graph are rounded down: by so many at most in all
+        least = self.left.bytes + self.left.num_graphs
+        case, keep = self.case(a), MemoryLine("kept free", least, "more than was too little")
+        budget = replace(case.budget, lines=(keep,), captures=Captures(self._graph_bytes()))
+        found = solve(replace(case, workload=Workload(fixed(tokens - 1), fixed(1)), budget=budget))
+        assert isinstance(found, Solution), str(found)
+        return found
+
+    def _graph_bytes(self) -> int:
+        """Bytes of one graph, activations counted as none: they were not published."""
+        assert self.left is not None
+        return (self.free - self.pool_bytes - self.left.bytes) // self.left.num_graphs
+
+    def _cause(self, a: Architecture) -> str:
+        if self.left is None:
+            return ""
+        solved = ((tokens, self.with_published_graphs(a, tokens)) for tokens in LENGTHS)
+        found = (f"{s.max_num_seqs} of {tokens:,} tokens, {s.binds} bind" for tokens, s in solved)
+        return (
+            f". Published cause: {self.left.num_graphs} captured sizes of {self.left.max_num_seqs} requests left "
+            f"{self.left.bytes:,} B: {self._graph_bytes():,} B each without activations; "
+            f"with more than that kept free {'; '.join(found)}"
+        )
 
     def contexts(self, a: Architecture) -> tuple[int, int]:
         """Shortest and longest request, in tokens, for which the solver answers this setting."""
@@ -77,7 +123,7 @@ class PublishedSetting:
             f"{solution.binds} bind: {fits} requests of {self.tokens:,} tokens fit, a captured batch is "
             f"{solution.max_num_seqs}; context chosen: {self.max_num_seqs} come out from {first:,} to {last:,} tokens; "
             f"bytes of a graph chosen by hand: 1/{GRAPHS_IN_REST} of the {bytes_text(unused)} that the pool leaves of "
-            f"{bytes_text(self.free)} free"
+            f"{bytes_text(self.free)} free{self._cause(a)}"
         )
 
 
@@ -87,7 +133,7 @@ def _reach(case: Case) -> int:
 
 
 SETTINGS: dict[str, PublishedSetting] = {
-    "mi300x_max_num_seqs_13e9": PublishedSetting(FREE_MI300X, POOL_MI300X, 8, 97_920),
+    "mi300x_max_num_seqs_13e9": PublishedSetting(FREE_MI300X, POOL_MI300X, 8, 97_920, LeftByGraphs(32, 1_290_000_000)),
     "mi325x_max_num_seqs_40e9": PublishedSetting(FREE_MI325X, POOL_MI325X, 32, 69_120),
     "mi325x_max_num_seqs_40e9_at_floor": PublishedSetting(FREE_MI325X, POOL_MI325X, 64, 23_040),
 }

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from kimi_operator.errors import InvalidSpec
 from kimi_operator.planner import published_settings
+from kimi_operator.planner.budget import Captures
 from kimi_operator.planner.case import Limit
 from kimi_operator.planner.figures import Computed, Figure, Kind, Verdict, judge, read_figures
 from kimi_operator.planner.fit import Use
@@ -80,6 +81,21 @@ def test_a_setting_comes_out_for_its_contexts_and_no_others(name: str) -> None:
     found = [replace(setting, tokens=tokens).solution(a).max_num_seqs for tokens in (first - 1, first, last, last + 1)]
     assert found[0] > setting.max_num_seqs > found[3]
     assert found[1:3] == [setting.max_num_seqs] * 2
+
+
+def test_the_published_cause_of_8_is_solved_for_beside_the_chosen_case() -> None:
+    """11 captured sizes left 1.29e9 B on MI300X, which was too little: graphs, not pages, bound short requests."""
+    setting, a = SETTINGS["mi300x_max_num_seqs_13e9"], GIVEN.architecture
+    found = {tokens: setting.with_published_graphs(a, tokens) for tokens in (2176, 20_000, 97_920)}
+    assert [solution.max_num_seqs for solution in found.values()] == [24, 16, 8]
+    assert [solution.binds for solution in found.values()] == [Limit.GRAPHS, Limit.PAGES, Limit.PAGES]
+    sizes, each = Captures(1).sizes(32), (setting.free - setting.pool_bytes - 1_290_000_000) // 11
+    assert len(sizes) == 11
+    how = setting.how(a)
+    assert f"11 captured sizes of 32 requests left 1,290,000,000 B: {each:,} B each without activations" in how
+    assert "24 of 2,176 tokens, graph captures bind; 16 of 20,000 tokens, pages bind; 8 of 97,920 tokens, pages" in how
+    for other in ("mi325x_max_num_seqs_40e9", "mi325x_max_num_seqs_40e9_at_floor"):
+        assert "captured sizes of" not in SETTINGS[other].how(a)
 
 
 @pytest.mark.parametrize("graphs", [25, 50, 1000])
