@@ -193,11 +193,11 @@ def _fitted(phase: type[DecodeLoad | PrefillLoad], samples: Iterable[Sample]) ->
 
 def _nearest(setup: Setup, fitted: Sequence[Sample]) -> tuple[Nearness, list[Sample]]:
     """The fitted samples that a setup's factor comes from. Raises ValueError when there are none."""
-    chip, isa, engine = setup.chip.name, setup.chip.isa, setup.engine.name
+    chip, isa, engine = _hardware(setup), setup.chip.isa, setup.engine.name
     steps: tuple[tuple[Nearness, Callable[[Setup], bool]], ...] = (
-        (Nearness.OWN, lambda s: (s.chip.name, s.engine.name) == (chip, engine)),
+        (Nearness.OWN, lambda s: (_hardware(s), s.engine.name) == (chip, engine)),
         (Nearness.SAME_ISA, lambda s: (s.chip.isa, s.engine.name) == (isa, engine)),
-        (Nearness.BORROWED, lambda s: s.chip.name == chip),
+        (Nearness.BORROWED, lambda s: _hardware(s) == chip),
         (Nearness.BORROWED, lambda s: s.chip.isa == isa),
         (Nearness.BORROWED, lambda _: True),
     )
@@ -205,6 +205,12 @@ def _nearest(setup: Setup, fitted: Sequence[Sample]) -> tuple[Nearness, list[Sam
         if chosen := [sample for sample in fitted if belongs(sample.setup)]:
             return nearness, chosen
     raise ValueError("no fitted point of this phase; measure one and mark it fitted")
+
+
+def _hardware(setup: Setup) -> tuple[str, float, float | None]:
+    """What makes a chip the same as another, whatever its profile is called: a copy of a profile predicts alike."""
+    chip = setup.chip
+    return chip.isa, chip.hbm_bytes_per_second, chip.bf16_flops
 
 
 def _held_out_errors(nearness: Nearness, samples: Sequence[Sample]) -> list[float]:
@@ -217,7 +223,7 @@ def _held_out_errors(nearness: Nearness, samples: Sequence[Sample]) -> list[floa
         if sample.use is Use.HELD_OUT and order.index(step) <= order.index(nearness):
             errors.append(_error(sample, _factor(chosen)))
         elif sample.use is Use.FITTED and nearness is Nearness.BORROWED:
-            others = [other for other in fitted if other.setup.chip.name != sample.setup.chip.name]
+            others = [other for other in fitted if _hardware(other.setup) != _hardware(sample.setup)]
             errors += [_error(sample, _factor(others))] if others else []
     return errors
 

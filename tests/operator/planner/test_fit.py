@@ -39,7 +39,10 @@ def sample(setup: Setup, concurrency: int, factor: float, use: Use = Use.FITTED)
 
 
 def on(chip: str, isa: str = "gfx942", engine: str = "vllm-int4") -> Setup:
-    return replace(SETUP, chip=replace(SETUP.chip, name=chip, isa=isa), engine=replace(SETUP.engine, name=engine))
+    """Another chip for each name: what tells chips apart is what they are made of."""
+    faster = SETUP.chip.hbm_bytes_per_second * (1 + ord(chip) / 1000)
+    other = replace(SETUP.chip, name=chip, isa=isa, hbm_bytes_per_second=faster)
+    return replace(SETUP, chip=other, engine=replace(SETUP.engine, name=engine))
 
 
 def test_the_factor_of_one_point_goes_through_it() -> None:
@@ -95,6 +98,19 @@ def test_a_setup_takes_the_nearest_factor_there_is() -> None:
     assert factors == [1.1, 1.3, 1.5, 1.9]
     with pytest.raises(ValueError, match="no fitted point"):
         calibrate(on("a"), DecodeLoad, [])
+
+
+@pytest.mark.parametrize("phase", [DecodeLoad, PrefillLoad])
+@pytest.mark.parametrize("chip", ["mi300x", "mi325x", "mi355x"])
+def test_a_copy_of_a_profile_predicts_as_its_original(phase: type[DecodeLoad | PrefillLoad], chip: str) -> None:
+    profile = built_in_profiles()[chip]
+    copied = profile.model_copy(update={"metadata": profile.metadata.model_copy(update={"name": "mycal"})})
+    for engine in (worker_engine(profile), *BUILT_IN.engines.values()):
+        found = [
+            calibrate(replace(SETUP, chip=BUILT_IN.chip(each), engine=engine), phase, PUBLISHED)
+            for each in (profile, copied)
+        ]
+        assert found[0] == found[1]
 
 
 def test_a_borrowed_factor_is_as_uncertain_as_chips_differ() -> None:
