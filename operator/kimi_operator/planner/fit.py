@@ -109,7 +109,7 @@ def calibrate(setup: Setup, phase: type[DecodeLoad | PrefillLoad], samples: Iter
     band = f"{_held_text(errors)}, and refits over what is assumed"
     return Calibration(
         anchors=tuple(sample.anchor for sample in chosen),
-        error=_worst(errors),
+        error=_worst(error for _, error in errors),
         text=f"factor {factor:.3f} fitted on {names}{where}; band: {band}",
     )
 
@@ -136,7 +136,7 @@ def refit(measured: Sequence[Sample], before: Calibration, published: Sequence[S
     left_out = tuple(_error(s, _factor([o for o in measured if o is not s])) for s in measured if len(measured) > 1)
     worst = max((abs(math.log1p(error)) for error in left_out), default=0.0)
     of_published = _held_out_errors(Nearness.OWN, tuple(s for s in published if isinstance(s.load, phase)))
-    error = worst if len(measured) >= ENOUGH_POINTS else max(worst, _worst(of_published))
+    error = worst if len(measured) >= ENOUGH_POINTS else max(worst, _worst(error for _, error in of_published))
     factor = _factor(measured)
     after = Calibration(anchors, error, f"factor {factor:.3f} fitted on {len(measured)} measured points")
     return Change(
@@ -213,18 +213,18 @@ def _hardware(setup: Setup) -> tuple[str, float, float | None]:
     return chip.isa, chip.hbm_bytes_per_second, chip.bf16_flops
 
 
-def _held_out_errors(nearness: Nearness, samples: Sequence[Sample]) -> list[float]:
-    """Errors (predicted over measured, less one) of the held-out points of this step and of nearer ones."""
+def _held_out_errors(nearness: Nearness, samples: Sequence[Sample]) -> list[tuple[Sample, float]]:
+    """The held-out points of this step and of nearer ones, each with its error: predicted over measured, less one."""
     order = list(Nearness)
     fitted = [sample for sample in samples if sample.use is Use.FITTED]
-    errors = []
+    errors: list[tuple[Sample, float]] = []
     for sample in samples:
         step, chosen = _nearest(sample.setup, fitted)
         if sample.use is Use.HELD_OUT and order.index(step) <= order.index(nearness):
-            errors.append(_error(sample, _factor(chosen)))
+            errors.append((sample, _error(sample, _factor(chosen))))
         elif sample.use is Use.FITTED and nearness is Nearness.BORROWED:
             others = [other for other in fitted if _hardware(other.setup) != _hardware(sample.setup)]
-            errors += [_error(sample, _factor(others))] if others else []
+            errors += [(sample, _error(sample, _factor(others)))] if others else []
     return errors
 
 
@@ -233,18 +233,21 @@ def _worst(errors: Iterable[float]) -> float:
     return max((abs(math.log1p(error)) for error in errors), default=0.0)
 
 
-def _held_text(errors: Sequence[float]) -> str:
-    """How measured times lie about their predictions: which side they fall on matters as much as how far."""
+def _held_text(errors: Sequence[tuple[Sample, float]]) -> str:
+    """How measured times lie about their predictions: to which side, how far, and which point sets the band."""
     if not errors:
         return "no held-out point"
-    over = [1 / (1 + error) - 1 for error in errors]
+    over = [1 / (1 + error) - 1 for _, error in errors]
     least, most = min(over), max(over)
-    points = f"{len(errors)} held-out point" + ("s" if len(errors) > 1 else "")
+    far, _ = max(errors, key=lambda each: abs(math.log1p(each[1])))
+    which = f"{far.name} of {far.setup.engine.name} on {far.setup.chip.name}"
+    points = f"{len(errors)} held-out points" if len(errors) > 1 else f"1 held-out point ({which})"
+    worst = f" (farthest: {which})" if len(errors) > 1 else ""
     if least > 0 or most < 0:
-        side, near, far = ("above", least, most) if least > 0 else ("below", -most, -least)
-        spread = f"{near:.1%} to {far:.1%}" if len(errors) > 1 else f"{far:.1%}"
-        return f"{points}, measured {spread} {side} what was predicted"
-    return f"{points}, measured from {-least:.1%} below to {most:.1%} above what was predicted"
+        side, ends = ("above", (least, most)) if least > 0 else ("below", (-most, -least))
+        spread = " to ".join(f"{end:.1%}" for end in ends) if len(errors) > 1 else f"{ends[0]:.1%}"
+        return f"{points}, measured {spread} {side} what was predicted{worst}"
+    return f"{points}, measured from {-least:.1%} below to {most:.1%} above what was predicted{worst}"
 
 
 def _factor(samples: Sequence[Sample]) -> float:

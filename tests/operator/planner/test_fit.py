@@ -296,12 +296,23 @@ def test_every_built_in_chip_with_bandwidth_can_be_predicted() -> None:
     ("factors", "said"),
     [
         ((), "band: no held-out point,"),
-        ((2.2,), "band: 1 held-out point, measured 10.0% above what was predicted,"),
-        ((2.2, 2.5), "band: 2 held-out points, measured 10.0% to 25.0% above what was predicted,"),
-        ((1.8, 1.0), "band: 2 held-out points, measured 10.0% to 50.0% below what was predicted,"),
-        ((1.8, 2.5), "band: 2 held-out points, measured from 10.0% below to 25.0% above what was predicted,"),
+        ((2.2,), "band: 1 held-out point (0 of vllm-int4 on mi300x), measured 10.0% above what was predicted,"),
+        ((2.2, 2.5), "band: 2 held-out points, measured 10.0% to 25.0% above what was predicted (farthest: 1 of"),
+        ((1.8, 1.0), "band: 2 held-out points, measured 10.0% to 50.0% below what was predicted (farthest: 1 of"),
+        (
+            (1.8, 2.5),
+            "band: 2 held-out points, measured from 10.0% below to 25.0% above what was predicted (farthest: 1 of",
+        ),
     ],
 )
 def test_a_calibration_says_to_which_side_held_out_points_fell(factors: tuple[float, ...], said: str) -> None:
-    held = [sample(SETUP, 64, factor, Use.HELD_OUT) for factor in factors]
+    held = [replace(sample(SETUP, 64, factor, Use.HELD_OUT), name=str(i)) for i, factor in enumerate(factors)]
     assert said in calibrate(SETUP, DecodeLoad, [sample(SETUP, 8, 2.0), *held]).text
+
+
+def test_a_band_that_another_chip_sets_is_named_by_it() -> None:
+    """Points of a chip's own factor count for all chips; who reads 8 % sees that it was another chip and engine."""
+    fitted = [sample(on("a"), 8, 1.2), sample(on("z", isa="gfx950", engine="sglang"), 8, 1.2)]
+    held = [sample(on("a"), 64, 1.21, Use.HELD_OUT), sample(on("z", "gfx950", "sglang"), 64, 1.3, Use.HELD_OUT)]
+    text = calibrate(on("a"), DecodeLoad, fitted + held).text
+    assert "(farthest: z sglang 64 of sglang on z)" in text
