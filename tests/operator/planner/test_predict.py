@@ -32,28 +32,10 @@ from kimi_operator.profiles.figures import published_figures
 from kimi_operator.profiles.measurements import calibration_for
 from published_setups import BUILT_IN, DECODE, EP16, FACTOR_2, INT4, K3, MI300X, MI325X, TP8
 
-DECODE_ROWS = {figure.name: figure for figure in published_figures() if figure.section == "decode_tpot_ms"}
 NOTES = {figure.name: figure for figure in published_figures() if figure.section == "throughput"}
 
 
 # Published figures
-
-
-@pytest.mark.parametrize("name", DECODE_ROWS)
-def test_published_step_time_comes_out(name: str) -> None:
-    figure = DECODE_ROWS[name]
-    predicted = next(r.predicted for r in residuals(BUILT_IN.samples) if r.sample.name == name)
-    assert isinstance(figure.published, float)
-    assert figure.tolerance is not None
-    assert abs(predicted.value - figure.published) <= figure.tolerance * figure.published
-
-
-def test_points_are_the_published_rows_and_only_those_marked_fit_are_fitted() -> None:
-    decode = {s.name: s for s in BUILT_IN.samples if isinstance(s.load, DecodeLoad)}
-    assert set(decode) == set(DECODE_ROWS)
-    for name, sample in decode.items():
-        assert sample.measured_s * 1e3 == pytest.approx(DECODE_ROWS[name].published)
-        assert (sample.use is Use.FITTED) == name.startswith("fit_")
 
 
 def decode_alone(chip: Chip, running: int) -> float:
