@@ -89,12 +89,11 @@ class Forecast:
         prompts = groups * shape.lanes / self._time_s(self.setup(shape, Role.PREFILL), busy)
         return prompts * mean_request(work).output_tokens
 
-    def throughput(self, layout: Layout, prefill: Solution, decode: Solution) -> float:
+    def throughput(self, layout: Layout, decode: Solution) -> float:
         """Output tokens a second of as many requests as are asked for, else as decode has places: as a plan's curve.
 
-        `prefill` does not matter: a lane takes a prompt at a time.
+        What prefill's lanes hold does not matter: each takes a prompt at a time.
         """
-        del prefill
         request = mean_request(self.workload)
         # The solver counted what memory holds, so a place is as good as a page of a whole request.
         held = Capacity(decode.max_num_seqs, decode.max_num_seqs, request.prompt_tokens + request.output_tokens)

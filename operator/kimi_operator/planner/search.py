@@ -97,5 +97,5 @@ def _candidates(request: Search) -> Iterator[Candidate]:
         decode = request.outcome(Role.DECODE, layout.decode, layout.decode_groups)
         assert isinstance(prefill, Solution), prefill
         assert isinstance(decode, Solution), decode
-        rate = None if request.throughput is None else request.throughput(layout, prefill, decode)
+        rate = None if request.throughput is None else request.throughput(layout, decode)
         yield Candidate(layout, prefill, decode, rate)

@@ -74,8 +74,8 @@ class Search:
     pool_bytes: int | None = None
     timing: Callable[[GroupShape, Role, int], Timing] | None = None
     """(shape, role, groups) -> times of each group."""
-    throughput: Callable[[Layout, Solution, Solution], float] | None = None
-    """(layout, prefill, decode) -> requests or tokens a second, more is better. Without it capacity ranks, and
+    throughput: Callable[[Layout, Solution], float] | None = None
+    """(layout, decode) -> requests or tokens a second, more is better. Without it capacity ranks, and
     then the fewest prefill groups win: capacity knows nothing of how fast prompts come."""
     _solved: dict[tuple[Role, GroupShape, int], Solution | Problem] = field(
         default_factory=dict, init=False, repr=False, compare=False

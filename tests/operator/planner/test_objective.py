@@ -63,7 +63,7 @@ def test_throughput_is_that_of_the_curve_where_all_lanes_are_full() -> None:
     sides = ahead.decode_side(EP16, 1), ahead.prefill_side(EP16, 1)
     held = Capacity(max_num_seqs=64, num_pages=64, page_size_tokens=2176)
     (point,) = throughput_curve(sides[0], held, Request(2048, 128), [512], sides[1])
-    assert forecast().throughput(layout, prefill, decode) == pytest.approx(point.tokens_per_second.value)
+    assert forecast().throughput(layout, decode) == pytest.approx(point.tokens_per_second.value)
 
 
 def test_throughput_counts_the_requests_that_are_asked_for_and_no_idle_places() -> None:
@@ -76,7 +76,7 @@ def test_throughput_counts_the_requests_that_are_asked_for_and_no_idle_places() 
     step = decode_step_ms(setup_of(EP16, Role.DECODE), DecodeLoad(9, work.mean_context), DECODE)
     prompt = prefill_ms(setup_of(EP16, Role.PREFILL), PrefillLoad(2048, 0, CHUNK), PREFILL)
     token_ms = step.value + prompt.value / 2048
-    assert forecast(work).throughput(Layout(EP16, 1, EP16, 1), prefill, decode) == pytest.approx(9e3 / token_ms)
+    assert forecast(work).throughput(Layout(EP16, 1, EP16, 1), decode) == pytest.approx(9e3 / token_ms)
 
 
 def test_one_request_gets_no_more_tokens_than_its_prompt_and_answer_take() -> None:
@@ -89,7 +89,7 @@ def test_one_request_gets_no_more_tokens_than_its_prompt_and_answer_take() -> No
     ahead = forecast(work)
     request_s = ahead.timing(EP16, Role.PREFILL, 1).prefill_s(20_000, 0)
     request_s += 100 * decode_step_ms(setup_of(EP16, Role.DECODE), DecodeLoad(1, work.mean_context), DECODE).value / 1e3
-    assert ahead.throughput(Layout(EP16, 1, EP16, 1), prefill, decode) == pytest.approx(100 / request_s)
+    assert ahead.throughput(Layout(EP16, 1, EP16, 1), decode) == pytest.approx(100 / request_s)
 
 
 def test_long_answers_earn_more_decode_groups_than_long_prompts() -> None:

@@ -137,7 +137,7 @@ def test_capacity_ranks_and_says_so() -> None:
 
 
 def test_a_throughput_ranks_before_capacity() -> None:
-    def rate(layout: Layout, prefill: Solution, decode: Solution) -> float:
+    def rate(layout: Layout, decode: Solution) -> float:
         """Prompts come as fast as prefill has lanes; answers as fast as decode runs requests."""
         return min(layout.lanes(Role.PREFILL) * 1.0, decode.running / 10)
 

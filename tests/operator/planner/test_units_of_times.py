@@ -353,7 +353,7 @@ def solved(model: Forecast, role: Role):
 def rate_of(model: Forecast) -> float:
     full = solve(Case(Workload(fixed(1), fixed(1)), Role.DECODE, EP16.lanes, BUDGET, 64, K3.max_positions))
     assert not isinstance(full, Problem)
-    return model.throughput(Layout(EP16, 1, EP16, 1), full, full)
+    return model.throughput(Layout(EP16, 1, EP16, 1), full)
 
 
 # money
