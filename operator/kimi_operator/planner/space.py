@@ -72,6 +72,7 @@ class Search:
     """tensorParallel -> how a GPU's pool is cut: `page_pools` or `block_pools`."""
     experts: ExpertFormat = ExpertFormat.MXFP4
     pool_bytes: int | None = None
+    """Of a GPU, where a pool is stated, as vLLM takes it; no command states one."""
     timing: Callable[[GroupShape, Role, int], Timing] | None = None
     """(shape, role, groups) -> times of each group."""
     throughput: Callable[[Layout, Solution], float] | None = None
@@ -122,7 +123,10 @@ def page_pools(a: Architecture, profile: HardwareProfileSpec, kv_dtype: DType) -
 
 
 def block_pools(a: Architecture, row_itemsize: int) -> Callable[[int], PoolDesign]:
-    """Pools as vLLM cuts them, by tensorParallel; rows of `row_itemsize` bytes a number."""
+    """Pools as vLLM cuts them, by tensorParallel; rows of `row_itemsize` bytes a number.
+
+    No command searches with them: they hold the search against published layouts.
+    """
     return lambda tensor_parallel: BlockPool(block_layout(a, tensor_parallel, row_itemsize))
 
 
