@@ -6,6 +6,7 @@ import io
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -206,14 +207,21 @@ def test_answers_of_one_token_have_no_time_between_tokens(run: Run, document: Do
     assert "TPOT             none at the median, none at p95" in run("replay", *MI300X, "--trace", file)[1]
 
 
-@pytest.mark.parametrize("reuse", [0.0, 0.9])
-def test_the_paces_cover_the_bands_of_every_turn(reuse: float) -> None:
-    asked = asked_sessions(SessionFlags(agents=24, turns=6, first_prompt_tokens=12_000, ramp="30s", reuse=reuse))
+@pytest.mark.parametrize("source", [0.0, 0.9, "trace"])
+def test_the_paces_cover_the_bands_of_every_turn(trace: Trace, source: float | str) -> None:
+    flags = SessionFlags(agents=12, turns=6, first_prompt_tokens=12_000, ramp="30s", reuse=0.0)
+    if source == "trace":
+        # the band of 2,000 tokens after 300,000 cached ones is wider than those of the least and the most computed
+        turns = (turn("a", 150_000, 10), turn("a", 150_000, 10), turn("a", 2000, 10), turn("b", 100, 10))
+        flags = SessionFlags(trace=trace(*turns), reuse=1.0)
+    else:
+        flags = replace(flags, reuse=float(source))
+    asked = asked_sessions(flags)
     planned = make_plan(asked_for([], DeploymentFlags(chip="mi300x", nodes=4), WorkloadFlags()))
     outcome = replay_on(planned, asked, 10)
-    sides, turns = sides_of(planned), outcome.value.replayed.turns
-    of_prefill, of_decode = paces(turns, outcome.service, sides, 2048)
-    for each in turns[::5]:
+    sides, served = sides_of(planned), outcome.value.replayed.turns
+    of_prefill, of_decode = paces(served, outcome.service, sides, 2048)
+    for each in served[:: 1 + len(served) // 12]:
         cached = each.prompt_tokens - each.computed_tokens
         for busy in (1, 4, 8):
             found = prefill_ms(
