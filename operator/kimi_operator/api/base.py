@@ -168,8 +168,9 @@ def _hint(wrong: str, names: list[str]) -> str:
 
 
 def _written(value: object) -> str:
-    """Objects, lists and null as in JSON."""
-    return json.dumps(value, ensure_ascii=False) if value is None or isinstance(value, dict | list) else repr(value)
+    """Objects, lists, booleans and null as in JSON."""
+    is_plain = value is None or isinstance(value, dict | list | bool)
+    return json.dumps(value, ensure_ascii=False) if is_plain else repr(value)
 
 
 def _shortened(text: str) -> str:

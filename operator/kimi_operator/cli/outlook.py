@@ -227,7 +227,7 @@ def _role(planned: Planned, plan: Plan, role: Role, workload: Workload, forecast
     shape = shape_of(planned, role)
     lines = tuple(line for line in of_role.lines if line.label not in POOL_LABELS)
     pool = PagePool(of_role.page_size_tokens, of_role.page_bytes, of_role.slot_bytes, slots=of_role.num_state_slots)
-    timing: Timing | None = None if forecast is None else forecast.timing(shape, role, spec.groups)
+    timing: Timing | None = None if forecast is None else forecast.timing(shape, spec.groups)
     case = Case(
         workload=workload,
         role=role,

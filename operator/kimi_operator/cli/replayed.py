@@ -140,7 +140,7 @@ def sides_of(planned: Planned) -> dict[Role, Side]:
 
     def side(role: Role) -> Side:
         calibration = forecast.decode if role is Role.DECODE else forecast.prefill
-        setup = forecast.setup(shape_of(planned, role), role)
+        setup = forecast.setup(shape_of(planned, role))
         return Side(setup, calibration, planned.deployment.spec.role(role).groups)
 
     return {role: side(role) for role in Role}

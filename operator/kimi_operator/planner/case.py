@@ -43,7 +43,7 @@ class Timing:
     decode_step_s: Callable[[int, int], float]
     """(running requests a lane, tokens that each holds) -> seconds; falls in neither."""
     prefill_s: Callable[[int, int], float]
-    """(prompt tokens to compute, tokens reused before them) -> seconds on an idle lane."""
+    """(prompt tokens to compute, tokens reused before them) -> seconds on a lane beside the busy ones."""
 
 
 @dataclass(frozen=True, slots=True)

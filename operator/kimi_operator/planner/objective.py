@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from kimi_operator.api.deployment import Role
 from kimi_operator.planner.case import Solution, Timing
 from kimi_operator.planner.memory import GroupShape
 from kimi_operator.planner.predict import (
@@ -42,7 +41,7 @@ class Forecast:
     """
 
     workload: Workload
-    setup: Callable[[GroupShape, Role], Setup]
+    setup: Callable[[GroupShape], Setup]
     decode: Calibration
     prefill: Calibration
     chunk_tokens: int
@@ -51,12 +50,12 @@ class Forecast:
         default_factory=dict, init=False, repr=False, compare=False
     )
 
-    def timing(self, shape: GroupShape, role: Role, groups: int) -> Timing:
+    def timing(self, shape: GroupShape, groups: int) -> Timing:
         """Times of each of so many groups. Raises ValueError when it needs a figure that nobody stated of the chip.
 
         A prompt is computed beside those of other lanes, as many as the workload keeps busy.
         """
-        setup = self.setup(shape, role)
+        setup = self.setup(shape)
         return Timing(
             decode_step_s=lambda seqs, tokens: self._time_s(setup, DecodeLoad(seqs * shape.lanes, tokens)),
             prefill_s=lambda new, cached: self._time_s(
@@ -76,17 +75,17 @@ class Forecast:
 
     def decode_side(self, shape: GroupShape, groups: int) -> Side:
         """So many decode groups, for a curve."""
-        return Side(self.setup(shape, Role.DECODE), self.decode, groups)
+        return Side(self.setup(shape), self.decode, groups)
 
     def prefill_side(self, shape: GroupShape, groups: int) -> PrefillSide:
         """So many prefill groups, for a curve."""
-        return PrefillSide(self.setup(shape, Role.PREFILL), self.prefill, groups, chunk_tokens=self.chunk_tokens)
+        return PrefillSide(self.setup(shape), self.prefill, groups, chunk_tokens=self.chunk_tokens)
 
     def feed(self, shape: GroupShape, groups: int) -> float:
         """Output tokens a second of the prompts that so many prefill groups compute at most, all lanes busy."""
         work = self.workload
         busy = PrefillLoad(*work.computed_and_reused(work.prompt.mean), self.chunk_tokens, shape.lanes)
-        prompts = groups * shape.lanes / self._time_s(self.setup(shape, Role.PREFILL), busy)
+        prompts = groups * shape.lanes / self._time_s(self.setup(shape), busy)
         return prompts * mean_request(work).output_tokens
 
     def throughput(self, layout: Layout, decode: Solution) -> float:

@@ -248,5 +248,5 @@ def _misses(case: Case, seqs: int, limit: Limit) -> Iterator[Problem]:
         computed, reused = work.computed_and_reused(case.requests.longest)
         longest_s = timing.prefill_s(computed, reused)
         if longest_s > work.ttft_s:
-            expected = f"at least {longest_s:.3f} s, which {computed:,} prompt tokens and {reused:,} reused take alone"
+            expected = f"at least {longest_s:.3f} s, which {computed:,} prompt tokens and {reused:,} reused take"
             yield Problem("workload.targets.ttftSeconds", f"{work.ttft_s:g}", expected, "raise it or shorten prompts")

@@ -73,7 +73,7 @@ class Search:
     experts: ExpertFormat = ExpertFormat.MXFP4
     pool_bytes: int | None = None
     """Of a GPU, where a pool is stated, as vLLM takes it; no command states one."""
-    timing: Callable[[GroupShape, Role, int], Timing] | None = None
+    timing: Callable[[GroupShape, int], Timing] | None = None
     """(shape, role, groups) -> times of each group."""
     throughput: Callable[[Layout, Solution], float] | None = None
     """(layout, decode) -> requests or tokens a second, more is better. Without it capacity ranks, and
@@ -111,7 +111,7 @@ class Search:
             budget=self.budget(shape),
             most_seqs=self.profile.limits.max_num_seqs,
             max_positions=self.architecture.max_positions,
-            timing=None if self.timing is None else self.timing(shape, role, groups),
+            timing=None if self.timing is None else self.timing(shape, groups),
         )
 
 

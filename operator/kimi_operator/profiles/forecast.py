@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kimi_operator.api.calibration import CalibrationSpec
-from kimi_operator.api.deployment import KimiDeploymentSpec, Role
+from kimi_operator.api.deployment import KimiDeploymentSpec
 from kimi_operator.api.profile import DType, HardwareProfile
 from kimi_operator.errors import InvalidSpec, Problem
 from kimi_operator.planner.architecture import Architecture
@@ -28,7 +28,7 @@ def plan_on(a: Architecture, spec: KimiDeploymentSpec, profile: HardwareProfile)
 
     def speed(kv_dtype: DType, workload: Workload) -> TimingOf:
         forecast = forecast_of(a, profile, kv_dtype, workload)
-        return lambda shape, role: forecast.timing(shape, role, spec.role(role).groups)
+        return lambda shape, role: forecast.timing(shape, spec.role(role).groups)
 
     plan = make_plan(a, spec, profile, speed)
     if unsupported := support_problem(profile):
@@ -49,8 +49,7 @@ def forecast_of(a: Architecture, profile: HardwareProfile, kv_dtype: DType, work
         field = f"HardwareProfile {one_gpu.chip.name}: spec.gpu.bf16FlopsPerSecond"
         raise InvalidSpec((Problem(field, "nothing", "operations a second", "state the peak of dense bfloat16"),))
 
-    def setup(shape: GroupShape, role: Role) -> Setup:
-        del role
+    def setup(shape: GroupShape) -> Setup:
         return replace(one_gpu, shape=shape)
 
     prefill = _calibration(one_gpu, PrefillLoad, profile.spec.calibration)

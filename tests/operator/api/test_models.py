@@ -57,7 +57,7 @@ def test_defaults_are_those_of_a_full_size_group() -> None:
         ("spec.autoscaling", {}, "spec.autoscaling: got {}, expected no such field"),
         ("spec.decode.groups", "2", "spec.decode.groups: got '2', expected a valid integer"),
         ("spec.decode.groups", 1.5, "spec.decode.groups: got 1.5, expected a valid integer"),
-        ("spec.decode.groups", True, "spec.decode.groups: got True, expected a valid integer"),
+        ("spec.decode.groups", True, "spec.decode.groups: got true, expected a valid integer"),
         ("spec.decode.groups", 0, "spec.decode.groups: got 0, expected greater than or equal to 1"),
         ("spec.decode.groups", 65, "spec.decode.groups: got 65, expected less than or equal to 64"),
         ("spec.decode.maxNumSeqs", -1, "spec.decode.maxNumSeqs: got -1, expected greater than or equal to 1"),

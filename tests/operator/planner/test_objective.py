@@ -26,12 +26,12 @@ EP16 = GroupShape(2, 8, 2)
 WORK = Workload(fixed(2048), fixed(128))
 
 
-def setup_of(shape: GroupShape, role: Role) -> Setup:
+def setup_of(shape: GroupShape) -> Setup:
     return Setup(K3, built_in_measurements().chip(PROFILE), shape, ENGINE)
 
 
-DECODE = calibration_for(setup_of(EP16, Role.DECODE), DecodeLoad, None)
-PREFILL = calibration_for(setup_of(EP16, Role.PREFILL), PrefillLoad, None)
+DECODE = calibration_for(setup_of(EP16), DecodeLoad, None)
+PREFILL = calibration_for(setup_of(EP16), PrefillLoad, None)
 
 
 def forecast(workload: Workload = WORK) -> Forecast:
@@ -45,7 +45,7 @@ def search_of(workload: Workload, num_nodes: int) -> Search:
 
 
 def test_times_are_those_that_predictions_show() -> None:
-    timing, setup = forecast(replace(WORK, concurrency=1)).timing(EP16, Role.DECODE, 1), setup_of(EP16, Role.DECODE)
+    timing, setup = forecast(replace(WORK, concurrency=1)).timing(EP16, 1), setup_of(EP16)
     step = decode_step_ms(setup, DecodeLoad(64 * EP16.lanes, 2112), DECODE)
     assert timing.decode_step_s(64, 2112) == pytest.approx(step.value / 1e3)
     assert timing.prefill_s(50_000, 0) == pytest.approx(prefill_ms(setup, PrefillLoad(50_000), PREFILL).value / 1e3)
@@ -73,8 +73,8 @@ def test_throughput_counts_the_requests_that_are_asked_for_and_no_idle_places() 
     assert isinstance(prefill, Solution)
     assert isinstance(decode, Solution)
     assert decode.running == 16, "two places in each of 8 lanes"
-    step = decode_step_ms(setup_of(EP16, Role.DECODE), DecodeLoad(9, work.mean_context), DECODE)
-    prompt = prefill_ms(setup_of(EP16, Role.PREFILL), PrefillLoad(2048, 0, CHUNK), PREFILL)
+    step = decode_step_ms(setup_of(EP16), DecodeLoad(9, work.mean_context), DECODE)
+    prompt = prefill_ms(setup_of(EP16), PrefillLoad(2048, 0, CHUNK), PREFILL)
     token_ms = step.value + prompt.value / 2048
     assert forecast(work).throughput(Layout(EP16, 1, EP16, 1), decode) == pytest.approx(9e3 / token_ms)
 
@@ -87,8 +87,8 @@ def test_one_request_gets_no_more_tokens_than_its_prompt_and_answer_take() -> No
     assert isinstance(prefill, Solution)
     assert isinstance(decode, Solution)
     ahead = forecast(work)
-    request_s = ahead.timing(EP16, Role.PREFILL, 1).prefill_s(20_000, 0)
-    request_s += 100 * decode_step_ms(setup_of(EP16, Role.DECODE), DecodeLoad(1, work.mean_context), DECODE).value / 1e3
+    request_s = ahead.timing(EP16, 1).prefill_s(20_000, 0)
+    request_s += 100 * decode_step_ms(setup_of(EP16), DecodeLoad(1, work.mean_context), DECODE).value / 1e3
     assert ahead.throughput(Layout(EP16, 1, EP16, 1), decode) == pytest.approx(100 / request_s)
 
 
@@ -125,7 +125,7 @@ def test_a_target_tpot_is_met_by_the_layouts_that_come_first() -> None:
     assert met == list(result.ranked[: len(met)])
     assert met
     for candidate in met:
-        timing = ahead.timing(candidate.layout.decode, Role.DECODE, 1)
+        timing = ahead.timing(candidate.layout.decode, 1)
         assert timing.decode_step_s(candidate.decode.max_num_seqs, work.mean_context) <= 0.060
 
 
@@ -144,15 +144,15 @@ def test_a_target_tpot_is_met_by_the_layouts_that_come_first() -> None:
 def test_a_prompt_is_timed_beside_those_that_the_load_brings(load: dict[str, Any], groups: int, busy: int) -> None:
     ahead = forecast(Workload(fixed(20_000), fixed(100), **load))
     load_of_all = PrefillLoad(20_000, 0, CHUNK, busy)
-    expected = prefill_ms(setup_of(EP16, Role.PREFILL), load_of_all, PREFILL).value / 1e3
-    assert ahead.timing(EP16, Role.PREFILL, groups).prefill_s(20_000, 0) == pytest.approx(expected)
+    expected = prefill_ms(setup_of(EP16), load_of_all, PREFILL).value / 1e3
+    assert ahead.timing(EP16, groups).prefill_s(20_000, 0) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("busy", range(1, 8))
 def test_a_rate_keeps_the_fewest_lanes_busy_that_bear_it(busy: int) -> None:
-    each_s = prefill_ms(setup_of(EP16, Role.PREFILL), PrefillLoad(20_000, 0, CHUNK, busy), PREFILL).value / 1e3
+    each_s = prefill_ms(setup_of(EP16), PrefillLoad(20_000, 0, CHUNK, busy), PREFILL).value / 1e3
     for share, expected in ((0.999, busy), (1.001, busy + 1)):
         work = Workload(fixed(20_000), fixed(100), tpot_s=0.1, requests_per_second=Fraction(share * busy / each_s))
-        timed = forecast(work).timing(EP16, Role.PREFILL, 1).prefill_s(20_000, 0)
+        timed = forecast(work).timing(EP16, 1).prefill_s(20_000, 0)
         load = PrefillLoad(20_000, 0, CHUNK, expected)
-        assert timed == pytest.approx(prefill_ms(setup_of(EP16, Role.PREFILL), load, PREFILL).value / 1e3)
+        assert timed == pytest.approx(prefill_ms(setup_of(EP16), load, PREFILL).value / 1e3)

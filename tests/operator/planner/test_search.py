@@ -150,7 +150,7 @@ def test_a_throughput_ranks_before_capacity() -> None:
 
 
 def test_layouts_that_meet_the_targets_come_before_larger_ones_that_do_not() -> None:
-    def timing(shape: GroupShape, role: Role, groups: int) -> Timing:
+    def timing(shape: GroupShape, groups: int) -> Timing:
         step_s = 0.2 / shape.tensor_parallel
         return Timing(lambda seqs, tokens: step_s + seqs * 1e-4, lambda new, cached: new * 1e-4)
 

@@ -224,7 +224,7 @@ def test_a_target_ttft_binds_prefill() -> None:
     case = case_of(work, Budget(80 * GIB, (), PAGES), timing=linear(0.07, 0.0), role=Role.PREFILL)
     assert (solved(case).max_num_seqs, solved(case).binds) == (4, Limit.TTFT)
     (miss,) = solved(replace(case, workload=replace(work, ttft_s=0.4))).misses
-    assert "at least 0.500 s, which 500 prompt tokens and 500 reused take alone" in miss.expected
+    assert "at least 0.500 s, which 500 prompt tokens and 500 reused take" in miss.expected
 
 
 def test_concurrency_beyond_all_lanes_says_how_many_lanes_it_needs() -> None:

@@ -273,7 +273,7 @@ def off(residual: Residual) -> tuple[float, float, float]:
 
 
 def forecast(setup: Setup, work: Workload, decode: Calibration, prefill: Calibration) -> Forecast:
-    return Forecast(work, lambda shape, role: replace(setup, shape=shape), decode, prefill, 2048)
+    return Forecast(work, lambda shape: replace(setup, shape=shape), decode, prefill, 2048)
 
 
 TARGETED = st.builds(
@@ -346,7 +346,7 @@ BUDGET = Budget(20 * 2**30, (), PagePool(64, 1_769_472, 218_000_000))
 
 
 def solved(model: Forecast, role: Role):
-    timing = model.timing(EP16, role, 1)
+    timing = model.timing(EP16, 1)
     return solve(Case(model.workload, role, EP16.lanes, BUDGET, 64, K3.max_positions, timing))
 
 

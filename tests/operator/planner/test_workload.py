@@ -87,7 +87,7 @@ def test_reuse_spares_prefill_work_but_no_pages() -> None:
         ({"prompt": -5}, "workload.prompt.fixed: got -5"),
         ({"prompt": 10**12}, "workload.prompt.fixed: got 1000000000000, expected less than or equal to 16777216"),
         ({"prompt": "long"}, "workload.prompt: got 'long'"),
-        ({"prompt": True}, "workload.prompt: got True"),
+        ({"prompt": True}, "workload.prompt: got true"),
         ({"prompt": {}}, "workload.prompt: got nothing, expected exactly one of fixed, uniform, logNormal, empirical"),
         ({"prompt": {"fixed": 1, "empirical": [1]}}, "workload.prompt: got empirical and fixed"),
         ({"prompt": {"empirical": []}}, "workload.prompt.empirical: got []"),

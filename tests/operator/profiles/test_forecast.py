@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import yaml
 from kimi_operator.api import HardwareProfile, dump, parse
-from kimi_operator.api.deployment import Role
 from kimi_operator.api.profile import DType
 from kimi_operator.cli.calibrate import calibrate
 from kimi_operator.errors import InvalidSpec
@@ -26,8 +25,8 @@ WORK = Workload(fixed(4096), fixed(256))
 CONTEXT = 4096
 
 
-def timing(profile: HardwareProfile, role: Role = Role.DECODE) -> Timing:
-    return forecast_of(K3, profile, DType.BFLOAT16, WORK).timing(EP16, role, 1)
+def timing(profile: HardwareProfile) -> Timing:
+    return forecast_of(K3, profile, DType.BFLOAT16, WORK).timing(EP16, 1)
 
 
 def step_ms(profile: HardwareProfile, concurrency: int) -> float:
@@ -63,7 +62,7 @@ def test_a_run_changes_every_step_that_is_predicted_of_its_profile(calibrated: H
 
 def test_what_the_run_did_not_measure_keeps_the_nearest_measurements(calibrated: HardwareProfile) -> None:
     prompt = (50_000, 0)
-    measured, built_in = (timing(each, Role.PREFILL).prefill_s(*prompt) for each in (calibrated, MI300X))
+    measured, built_in = (timing(each).prefill_s(*prompt) for each in (calibrated, MI300X))
     assert measured == built_in
 
 
@@ -96,9 +95,7 @@ def test_a_factor_of_another_engine_is_not_used() -> None:
 
 
 def test_rows_of_the_cache_count_as_they_are_stored() -> None:
-    narrow, wide = (
-        forecast_of(K3, MI300X, dtype, WORK).timing(EP16, Role.DECODE, 1) for dtype in (DType.BFLOAT16, DType.FLOAT32)
-    )
+    narrow, wide = (forecast_of(K3, MI300X, dtype, WORK).timing(EP16, 1) for dtype in (DType.BFLOAT16, DType.FLOAT32))
     assert wide.decode_step_s(8, 100_000) > narrow.decode_step_s(8, 100_000)
 
 
