@@ -183,29 +183,24 @@ def _misses(role: RoleOutlook) -> tuple[Problem, ...]:
 
 
 def _waits(workload: Workload, speed: Speed, forecast: Forecast, prefill: RoleOutlook) -> Iterator[Problem]:
-    """A target TTFT that a prompt would keep alone, but not behind those that wait for a prefill lane.
+    """A rate that prefill cannot feed, and a target TTFT that a prompt would keep alone but not behind others.
 
     With a rate nothing limits how many wait; clients that wait for their answers keep it to their number, and what of
     their time is not decode is TTFT (Little's law).
     """
-    if workload.ttft_s is None or workload.running is None:
-        return
-    outputs, feed = speed.request.output_tokens, forecast.feed(prefill.shape, prefill.groups)
+    feed, remedy = forecast.feed(prefill.shape, prefill.groups), "add groups to prefill, or lower the load"
     if workload.requests_per_second is not None:
-        demanded = float(workload.requests_per_second * workload.output.mean)
-        is_late = demanded > feed
-        how = (
-            f"prefill feeds {feed:.3g} output tokens/s of {demanded:.3g} that are asked for, so ever more prompts wait"
-        )
-    elif speed.at.binds == "prefill":
-        ttft_s = outputs * (speed.at.concurrency / feed - speed.at.tpot.value / 1e3)
-        is_late = ttft_s > workload.ttft_s
-        how = f"at least {ttft_s:.3f} s on average, as {speed.at.concurrency:,} at once wait for prefill, which binds"
-    else:
-        return
-    if is_late:
-        remedy = "add groups to prefill, or lower the load"
-        yield Problem("workload.targets.ttftSeconds", f"{workload.ttft_s:g}", how, remedy)
+        rate, fed = float(workload.requests_per_second), feed / float(workload.output.mean)
+        if rate > fed:
+            expected = f"at most {fed:.3g}, what prefill feeds: beyond, ever more prompts wait"
+            yield Problem("workload.requestsPerSecond", f"{rate:g}", expected, remedy)
+    elif workload.ttft_s is not None and workload.running is not None and speed.at.binds == "prefill":
+        ttft_s = speed.request.output_tokens * (speed.at.concurrency / feed - speed.at.tpot.value / 1e3)
+        if ttft_s > workload.ttft_s:
+            how = (
+                f"at least {ttft_s:.3f} s on average, as {speed.at.concurrency:,} at once wait for prefill, which binds"
+            )
+            yield Problem("workload.targets.ttftSeconds", f"{workload.ttft_s:g}", how, remedy)
 
 
 def shape_of(planned: Planned, role: Role) -> GroupShape:

@@ -113,15 +113,23 @@ def test_a_target_ttft_is_met_only_by_a_prompt_beside_those_of_other_lanes() -> 
 
 
 @pytest.mark.parametrize(
-    ("load", "met"),
+    ("load", "field"),
     [
-        ({"concurrency": 8}, True),
-        ({"concurrency": 40}, False),
-        ({"requestsPerSecond": 0.4}, True),
-        ({"requestsPerSecond": 0.5}, False),
+        ({"concurrency": 8}, None),
+        ({"concurrency": 40}, "workload.targets.ttftSeconds"),
+        ({"requestsPerSecond": 0.4}, None),
+        ({"requestsPerSecond": 0.5}, "workload.requestsPerSecond"),
     ],
 )
-def test_prompts_that_pile_up_miss_a_target_that_each_would_keep(load: dict[str, Any], met: bool) -> None:
+def test_prompts_that_pile_up_miss_what_each_alone_would_keep(load: dict[str, Any], field: str | None) -> None:
     """Prefill's 8 lanes take 18.5 s a prompt, 0.432 a second: 40 clients wait 92 s for each answer."""
     work = LONG | load | {"targets": {"ttftSeconds": 30, "tpotSeconds": 0.2}}
-    assert missed(work) == (set() if met else {"workload.targets.ttftSeconds"})
+    assert missed(work) == ({field} if field else set())
+
+
+@pytest.mark.parametrize(("rate", "is_fed"), [(0.4, True), (0.5, False), (50, False)])
+def test_a_rate_that_prefill_cannot_feed_is_a_miss_without_a_target_for_the_first_token(
+    rate: float, is_fed: bool
+) -> None:
+    work = LONG | {"requestsPerSecond": rate, "targets": {"tpotSeconds": 0.2}}
+    assert missed(work) == (set() if is_fed else {"workload.requestsPerSecond"})
