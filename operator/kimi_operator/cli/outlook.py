@@ -183,24 +183,19 @@ def _misses(role: RoleOutlook) -> tuple[Problem, ...]:
 
 
 def _waits(workload: Workload, speed: Speed, forecast: Forecast, prefill: RoleOutlook) -> Iterator[Problem]:
-    """A rate that prefill cannot feed, and a target TTFT that a prompt would keep alone but not behind others.
+    """A target TTFT that a prompt would keep alone, but not behind those that wait for a prefill lane.
 
-    With a rate nothing limits how many wait; clients that wait for their answers keep it to their number, and what of
-    their time is not decode is TTFT (Little's law).
+    Clients that wait for their answers keep these to their number, and what of their time is not decode is TTFT
+    (Little's law). With a rate nothing limits how many wait: one that prefill cannot feed is the solver's to refuse.
     """
-    feed, remedy = forecast.feed(prefill.shape, prefill.groups), "add groups to prefill, or lower the load"
-    if workload.requests_per_second is not None:
-        rate, fed = float(workload.requests_per_second), feed / float(workload.output.mean)
-        if rate > fed:
-            expected = f"at most {fed:.3g}, what prefill feeds: beyond, ever more prompts wait"
-            yield Problem("workload.requestsPerSecond", f"{rate:g}", expected, remedy)
-    elif workload.ttft_s is not None and workload.running is not None and speed.at.binds == "prefill":
-        ttft_s = speed.request.output_tokens * (speed.at.concurrency / feed - speed.at.tpot.value / 1e3)
-        if ttft_s > workload.ttft_s:
-            how = (
-                f"at least {ttft_s:.3f} s on average, as {speed.at.concurrency:,} at once wait for prefill, which binds"
-            )
-            yield Problem("workload.targets.ttftSeconds", f"{workload.ttft_s:g}", how, remedy)
+    if workload.ttft_s is None or workload.concurrency is None or speed.at.binds != "prefill":
+        return
+    feed = forecast.feed(prefill.shape, prefill.groups)
+    ttft_s = speed.request.output_tokens * (speed.at.concurrency / feed - speed.at.tpot.value / 1e3)
+    if ttft_s > workload.ttft_s:
+        how = f"at least {ttft_s:.3f} s on average, as {speed.at.concurrency:,} at once wait for prefill, which binds"
+        remedy = "add groups to prefill, or lower the load"
+        yield Problem("workload.targets.ttftSeconds", f"{workload.ttft_s:g}", how, remedy)
 
 
 def shape_of(planned: Planned, role: Role) -> GroupShape:

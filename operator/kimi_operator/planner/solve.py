@@ -244,6 +244,14 @@ def _misses(case: Case, seqs: int, limit: Limit) -> Iterator[Problem]:
         if step_s > work.tpot_s:
             expected = f"at least {step_s:.4f} s, the step of one request of {context:,} tokens"
             yield Problem("workload.targets.tpotSeconds", f"{work.tpot_s:g}", expected, "raise it")
+    if case.role is Role.PREFILL and work.requests_per_second is not None:
+        rate, fed = (
+            float(work.requests_per_second),
+            case.lanes / timing.prefill_s(*work.computed_and_reused(work.prompt.mean)),
+        )
+        if rate > fed:
+            expected = f"at most {fed:.3g}, what prefill feeds: beyond, ever more prompts wait"
+            yield Problem("workload.requestsPerSecond", f"{rate:g}", expected, "add groups to prefill, or lower it")
     if case.role is Role.PREFILL and work.ttft_s is not None:
         computed, reused = work.computed_and_reused(case.requests.longest)
         longest_s = timing.prefill_s(computed, reused)

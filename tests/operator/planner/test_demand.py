@@ -100,8 +100,10 @@ def test_no_more_slots_than_are_asked_for() -> None:
     assert made.decode.num_pages > plan({}).decode.num_pages
     rate = {"requestsPerSecond": 2, "targets": {"tpotSeconds": 0.5}}
     assert plan(rate).decode.max_num_seqs == 16  # 2/s x 128 tokens x 0.5 s = 128 over 8 lanes
-    (warning,) = plan(rate | {"requestsPerSecond": 500}).warnings
-    assert warning.startswith("spec.workload.requestsPerSecond: got 500, which needs 32,000 requests at once, expected")
+    decode, prefill = sorted(plan(rate | {"requestsPerSecond": 500}).warnings, key=len, reverse=True)
+    assert decode.startswith("spec.workload.requestsPerSecond: got 500, which needs 32,000 requests at once, expected")
+    assert prefill.startswith("spec.workload.requestsPerSecond: got 500, expected at most ")
+    assert "what prefill feeds" in prefill
 
 
 def test_what_a_role_states_wins_and_is_said_to_be_too_much() -> None:

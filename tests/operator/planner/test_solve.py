@@ -227,6 +227,16 @@ def test_a_target_ttft_binds_prefill() -> None:
     assert "at least 0.500 s, which 500 prompt tokens and 500 reused take" in miss.expected
 
 
+@pytest.mark.parametrize(("rate", "is_fed"), [(16, True), (Fraction(161, 10), False), (5000, False)])
+def test_a_rate_that_prefill_cannot_feed_is_a_miss_of_prefill(rate: Fraction | int, is_fed: bool) -> None:
+    """8 lanes, and 500 tokens of a prompt take each of them half a second: 16 prompts a second."""
+    work = Workload(fixed(1000), fixed(10), reuse=Fraction(1, 2), tpot_s=0.2, requests_per_second=Fraction(rate))
+    case = case_of(work, Budget(80 * GIB, (), PAGES), timing=linear(0.07, 0.0), role=Role.PREFILL)
+    misses = solved(case).misses
+    assert [miss.field for miss in misses] == ([] if is_fed else ["workload.requestsPerSecond"])
+    assert is_fed or "at most 16, what prefill feeds" in misses[0].expected
+
+
 def test_concurrency_beyond_all_lanes_says_how_many_lanes_it_needs() -> None:
     case = published("mi300x", 97_920)
     solution = solved(replace(case, workload=replace(case.workload, concurrency=100)))
