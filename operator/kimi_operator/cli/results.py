@@ -89,7 +89,7 @@ def read_results(file: Path, options: Mapping[str, Any]) -> Results:
 def _load(file: Path) -> Mapping[str, Any]:
     found = read_objects(file)
     if len(found) != 1:
-        expected = "one object with chip, layout and points"
+        expected = "one object with chip, layout, and lists decode or prefill"
         raise _refuse(str(file), f"{len(found)} documents", expected, "mend the file")
     if "kind" in found[0]:
         raise _refuse(f"{file}: kind", repr(found[0]["kind"]), "a measured run, no manifest", "name another file")
