@@ -9,7 +9,6 @@ from kimi_operator.cli.figures import Figure, figures
 from kimi_operator.cli.flags import refuse
 from kimi_operator.cli.outlook import Outlook
 from kimi_operator.errors import InvalidSpec
-from kimi_operator.planner.predict import CurvePoint
 
 LEAST_PRICE, MOST_PRICE = 1e-6, 1e6
 TOKENS = 1_000_000
@@ -30,6 +29,8 @@ class Cost:
 
     per_gpu_hour: float
     concurrency: int
+    tokens_per_second: float
+    """Output tokens of that load."""
     binds: str
     prompt: Price
     """Of prompt tokens as clients send them, reused ones included."""
@@ -48,8 +49,9 @@ def cost_of(outlook: Outlook, per_gpu_hour: float) -> Cost:
     speed = outlook.speed
     if speed is None:
         raise without_throughput(outlook.no_speed or "the workload does not fit")
-    point = loaded(outlook)
-    rate, request = point.tokens_per_second, speed.request
+    # the load of the plan's own output, so that a price and the tokens beside it belong together
+    point, request = speed.at, speed.request
+    rate = point.tokens_per_second
     outputs = (rate.value, rate.high, rate.low)
     gpus = {each.plan.role: each.groups * each.plan.ranks for each in (outlook.prefill, outlook.decode)}
     prefill, decode = (number * per_gpu_hour / 3600 for number in gpus.values())
@@ -58,6 +60,7 @@ def cost_of(outlook: Outlook, per_gpu_hour: float) -> Cost:
     return Cost(
         per_gpu_hour=per_gpu_hour,
         concurrency=point.concurrency,
+        tokens_per_second=rate.value,
         binds=point.binds,
         prompt=Price(*(prefill / each * TOKENS for each in prompts)),
         output=Price(*(decode / each * TOKENS for each in outputs)),
@@ -85,22 +88,14 @@ def all_in(gpus: int, per_gpu_hour: float, tokens_per_second: float) -> float:
     return gpus * per_gpu_hour / 3600 / tokens_per_second * TOKENS
 
 
-def loaded(outlook: Outlook) -> CurvePoint:
-    """The load that the cost is for: the workload's, else where throughput is at its most."""
-    assert outlook.speed is not None
-    if outlook.workload.running is not None:
-        return outlook.speed.at
-    return max(outlook.speed.curve, key=lambda point: point.tokens_per_second.value)
-
-
 def cost_text(cost: Cost) -> Iterator[str]:
     """For a terminal."""
-    load = f"{cost.hour:,.2f} an hour in all, with {cost.concurrency:,} at once"
+    load = f"{cost.hour:,.2f} an hour in all, for the output of {cost.concurrency:,} at once, as above"
     yield f"cost at {cost.per_gpu_hour:g} a GPU-hour, {load}"
     for label, price in rows(cost).items():
-        yield f"  {label:<32} {price_text(price)}"
-    yield f"  {'binds':<32} {cost.binds}"
-    yield f"  {'calibrated on':<32} {cost.calibrated_on}"
+        yield f"  {label:<33} {price_text(price)}"
+    yield f"  {'binds':<33} {cost.binds}"
+    yield f"  {'calibrated on':<33} {cost.calibrated_on}"
 
 
 def rows(cost: Cost) -> dict[str, Price]:
@@ -127,7 +122,6 @@ def money(value: float) -> str:
 def cost_figures(outlook: Outlook, cost: Cost) -> Iterator[Figure]:
     """The figures of the cost, as all others are explained."""
     prefill, decode = (each.groups * each.plan.ranks for each in (outlook.prefill, outlook.decode))
-    rate = loaded(outlook).tokens_per_second
     for key, price, gpus, tokens in (
         (
             "cost.prompt",
@@ -141,9 +135,8 @@ def cost_figures(outlook: Outlook, cost: Cost) -> Iterator[Figure]:
     ):
         each = "" if key == "cost.request" else " x 1,000,000"
         formula = f"GPUs x price / 3,600 s / {tokens}{each}"
-        values = (
-            f"{gpus} x {cost.per_gpu_hour:g} / 3,600; output {rate.value:,.1f} tokens/s at {cost.concurrency:,} at once"
-        )
+        rate = f"{cost.tokens_per_second:,.1f} tokens/s at {cost.concurrency:,} at once"
+        values = f"{gpus} x {cost.per_gpu_hour:g} / 3,600; output {rate}"
         yield Figure(key, price_text(price), formula, values, cost.calibrated_on)
 
 

@@ -110,6 +110,7 @@ def _speed(outlook: Outlook) -> dict[str, Any]:
         "predicted": True,
         **_decode(speed),
         "prefill": dataclasses.asdict(speed.prefill),
+        "prefill_busy": {"lanes": speed.busy_lanes, **dataclasses.asdict(speed.prefill_busy)},
         "throughput": _banded(speed.at.tokens_per_second),
         "concurrency": speed.at.concurrency,
         "binds": speed.at.binds,

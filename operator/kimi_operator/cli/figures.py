@@ -141,15 +141,14 @@ def _num_slots(outlook: Outlook, each: RoleOutlook) -> Figure:
 def _held_by_handoffs(speed: Speed, each: RoleOutlook, extra: int) -> str:
     """Slots of a lane that handoffs hold at once, by Little's law: requests a second x the time that each holds one."""
     assert speed.handoff is not None
-    prefill, handoff = (f"{number(p.value)} ms" for p in (speed.prefill, speed.handoff))
+    prefill, handoff = (f"{number(p.value)} ms" for p in (speed.prefill_busy, speed.handoff))
     if each.plan.role is Role.PREFILL:
-        held = speed.handoff.value / speed.prefill.value
+        held = speed.handoff.value / speed.prefill_busy.value
         how = f"one prompt each {prefill} x {handoff} to write it"
     else:
-        running, outputs = speed.running / each.lanes, speed.request.output_tokens
-        held = running * (speed.prefill.value + speed.handoff.value) / (outputs * speed.tpot.value)
-        how = f"{number(running)} running x ({prefill} prefill + {handoff} handoff) / ({outputs:,} tokens x "
-        how += f"{number(speed.tpot.value)} ms)"
+        ended = speed.at.tokens_per_second.value / speed.request.output_tokens / each.lanes
+        held = ended * (speed.prefill_busy.value + speed.handoff.value) / 1e3
+        how = f"{number(ended)} requests/s a lane x ({prefill} prefill + {handoff} handoff)"
     verdict = f"{extra} suffice" if held <= extra else f"more than {extra}: such lanes do not stay full"
     return f"this workload holds {how} = {number(held)} at once, queues left out: {verdict}"
 
@@ -234,7 +233,9 @@ def _speed(outlook: Outlook) -> Iterator[Figure]:
     if speed is None:
         yield Figure("prefill", "not predicted", formula, "FLOPs of the chip are missing", outlook.no_speed)
         return
-    yield _predicted("prefill", speed.prefill, formula)
+    yield _predicted("prefill", speed.prefill, f"{formula}, alone in its group")
+    busy = f"{formula}, beside those of the lanes that this load keeps busy: {speed.busy_lanes}"
+    yield _predicted("prefillBusy", speed.prefill_busy, busy)
     bound = "the least of concurrency / (time of a token + its prefill), full lanes, and what prefill feeds"
     at = speed.at
     rate, values = at.tokens_per_second, f"at {at.concurrency:,} at once; {at.binds} binds"

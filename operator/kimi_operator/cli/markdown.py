@@ -8,7 +8,7 @@ from kimi_operator.api.deployment import Role
 from kimi_operator.cli.cost import Cost, price_text, rows
 from kimi_operator.cli.figures import with_band
 from kimi_operator.cli.outlook import Outlook
-from kimi_operator.cli.text import headline, layout_text, verdict
+from kimi_operator.cli.text import headline, layout_text, prefill_text, verdict
 from kimi_operator.errors import Problem
 from kimi_operator.planner.units import bytes_text
 
@@ -64,7 +64,7 @@ def _predictions(outlook: Outlook) -> Iterator[str]:
     if either is None:
         return
     if speed is not None:
-        yield f"- prefill: {with_band(speed.prefill)} for {speed.request.prompt_tokens:,} tokens on an idle lane"
+        yield f"- prefill: {prefill_text(speed)}"
     if either.handoff is not None:
         yield f"- handoff: {with_band(either.handoff)}"
     yield f"- decode calibrated on: {cell(either.tpot.calibrated_on)}"

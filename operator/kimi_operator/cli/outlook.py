@@ -67,16 +67,27 @@ class Speed:
     """Predicted times and rates of the workload's mean request."""
 
     request: Request
-    running: int
-    """Requests in decode at once that `tpot` is for."""
-    tpot: Prediction
     tpot_alone: Prediction
     prefill: Prediction
+    """Of a prompt alone in its group."""
+    busy_lanes: int
+    """Lanes of a prefill group that this load keeps busy; targets are judged beside them."""
+    prefill_busy: Prediction
     handoff: Prediction | None
     curve: tuple[CurvePoint, ...]
     knee: CurvePoint
     at: CurvePoint
     """At the concurrency that is asked for, else where all lanes are full."""
+
+    @property
+    def running(self) -> int:
+        """Requests in decode at once that `tpot` is for: no more than prefill feeds."""
+        return self.at.running
+
+    @property
+    def tpot(self) -> Prediction:
+        """Of the load that is sustained."""
+        return self.at.tpot
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,16 +276,14 @@ def _speed(prefill: RoleOutlook, decode: RoleOutlook, workload: Workload, foreca
     asked = workload.running or full
     concurrencies = sorted({*_spread(1, max(2, 2 * full), CURVE_POINTS), full or 1, asked})
     curve = throughput_curve(sides[0], of_lane, request, concurrencies, sides[1])
-    running = max(1, min(asked, full))
-    load = DecodeLoad(-(-running // decode.groups), request.mean_context)
-    computed, reused = workload.computed_and_reused(workload.prompt.mean)
-    alone = PrefillLoad(computed, reused, forecast.chunk_tokens)
+    alone = PrefillLoad(*workload.computed_and_reused(workload.prompt.mean), forecast.chunk_tokens)
+    busy_lanes = forecast.busy_lanes(sides[1].setup, prefill.groups)
     return Speed(
         request=request,
-        running=running,
-        tpot=decode_step_ms(sides[0].setup, load, forecast.decode),
         tpot_alone=decode_step_ms(sides[0].setup, DecodeLoad(1, request.mean_context), forecast.decode),
         prefill=prefill_ms(sides[1].setup, alone, forecast.prefill),
+        busy_lanes=busy_lanes,
+        prefill_busy=prefill_ms(sides[1].setup, replace(alone, busy_lanes=busy_lanes), forecast.prefill),
         handoff=_handoff(sides[1].setup, request.prompt_tokens),
         curve=curve,
         knee=knee(curve),

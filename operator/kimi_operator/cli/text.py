@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from kimi_operator.api.deployment import Role
 from kimi_operator.cli.cost import Cost, cost_text
 from kimi_operator.cli.figures import number, with_band
-from kimi_operator.cli.outlook import Outlook, RoleOutlook
+from kimi_operator.cli.outlook import Outlook, RoleOutlook, Speed
 from kimi_operator.errors import Problem
 from kimi_operator.planner import MemoryLine, RolePlan
 from kimi_operator.planner.case import Solution
@@ -69,7 +69,7 @@ def headline(outlook: Outlook) -> dict[str, str]:
     if partial is not None:
         alone, by_bytes = f"{with_band(partial.tpot_alone)} alone", "decode is by bytes, FLOPs taken not to bind"
         found = {
-            "TPOT": f"{with_band(partial.tpot)} with {partial.running:,} running; {alone}",
+            "TPOT": f"{with_band(partial.tpot)} with {partial.running:,} running, if prefill feeds so many; {alone}",
             "prefill, output": f"not predicted: {outlook.no_speed}; {by_bytes}",
         }
     elif speed is None:
@@ -78,10 +78,25 @@ def headline(outlook: Outlook) -> dict[str, str]:
         alone = f"{with_band(speed.tpot_alone)} alone"
         rate = f"{with_band(speed.at.tokens_per_second)} at {speed.at.concurrency:,} at once"
         found = {
-            "TPOT": f"{with_band(speed.tpot)} with {speed.running:,} running; {alone}",
+            "TPOT": f"{with_band(speed.tpot)} with {_sustained(speed)}; {alone}",
             "output": f"{rate}; {speed.at.binds} binds; knee at {speed.knee.concurrency:,}",
         }
     return {**found, "workload": _workload(outlook)}
+
+
+def _sustained(speed: Speed) -> str:
+    """The load that a TPOT is for."""
+    if speed.at.binds != "prefill" or speed.running >= speed.at.concurrency:
+        return f"{speed.running:,} running"
+    return f"{speed.running:,} of {speed.at.concurrency:,} running: prefill feeds no more"
+
+
+def prefill_text(speed: Speed) -> str:
+    """The time of a prompt alone, and beside those that this load computes at once."""
+    text = f"{with_band(speed.prefill)} for {speed.request.prompt_tokens:,} tokens alone in a group"
+    if speed.busy_lanes > 1:
+        text += f"; {with_band(speed.prefill_busy)} while {speed.busy_lanes} lanes compute, as this load is judged"
+    return text
 
 
 def verdict(outlook: Outlook) -> str:
@@ -231,7 +246,7 @@ def _speed_text(outlook: Outlook) -> Iterator[str]:
     if speed is None:
         yield _labelled("prefill", f"not predicted: {outlook.no_speed}")
     else:
-        yield _labelled("prefill", f"{with_band(speed.prefill)} for {request.prompt_tokens:,} tokens on an idle lane")
+        yield _labelled("prefill", prefill_text(speed))
     if either.handoff is not None:
         yield _labelled("handoff", with_band(either.handoff))
     yield _labelled("decode calibrated on", either.tpot.calibrated_on)

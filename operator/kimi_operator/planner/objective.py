@@ -59,11 +59,11 @@ class Forecast:
         return Timing(
             decode_step_s=lambda seqs, tokens: self._time_s(setup, DecodeLoad(seqs * shape.lanes, tokens)),
             prefill_s=lambda new, cached: self._time_s(
-                setup, PrefillLoad(new, cached, self.chunk_tokens, self._busy_lanes(setup, groups))
+                setup, PrefillLoad(new, cached, self.chunk_tokens, self.busy_lanes(setup, groups))
             ),
         )
 
-    def _busy_lanes(self, setup: Setup, groups: int) -> int:
+    def busy_lanes(self, setup: Setup, groups: int) -> int:
         """Lanes of a prefill group that compute a mean prompt at once: all where nobody stated a load."""
         work, lanes = self.workload, setup.shape.lanes
         if work.requests_per_second is None:

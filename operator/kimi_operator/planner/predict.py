@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
+from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -213,7 +214,7 @@ class CurvePoint:
 
     concurrency: int
     running: int
-    """Requests that decode at once; the others wait or are in prefill."""
+    """Requests that decode at once, which `tpot` is for; the others wait, where prefill binds for prefill."""
     tpot: Prediction
     tokens_per_second: Prediction
     binds: str
@@ -232,7 +233,7 @@ def throughput_curve(
     if most < 1:
         needed = request.prompt_tokens + request.output_tokens
         raise ValueError(f"a lane's {capacity.num_pages:,} pages do not hold one request of {needed:,} tokens")
-    feed = _feed(prefill, request) if prefill else None
+    feed = _feed(decode, request, most, prefill) if prefill else None
     return tuple(_curve_point(decode, request, c, (most, limit), feed) for c in concurrencies)
 
 
@@ -240,14 +241,21 @@ def _curve_point(
     decode: Side, request: Request, concurrency: int, most: tuple[int, str], feed: _Feed | None
 ) -> CurvePoint:
     running = min(concurrency, most[0])
-    load = DecodeLoad(ceil_div(running, decode.groups), request.mean_context)
-    tpot = decode_step_ms(decode.setup, load, decode.calibration)
+    tpot = _step_ms(decode, request, running)
     bounds = [_bounds(tpot_ms, running, concurrency, feed, side) for side, tpot_ms in _sides(tpot)]
     rate, low, high = (min(each.values()) for each in bounds)
     first = min(bounds[0], key=lambda name: bounds[0][name])
     binds = most[1] if first == "lanes" else first
+    if feed is not None and first == "prefill" and feed.running < running:
+        running, tpot = feed.running, _step_ms(decode, request, feed.running)
     text = tpot.calibrated_on if feed is None else f"decode: {tpot.calibrated_on}; prefill: {feed.text}"
     return CurvePoint(concurrency, running, tpot, Prediction(rate, low, high, "tokens/s", text), binds)
+
+
+def _step_ms(decode: Side, request: Request, running: int) -> Prediction:
+    """Of so many requests over all groups, at the mean context."""
+    load = DecodeLoad(ceil_div(running, decode.groups), request.mean_context)
+    return decode_step_ms(decode.setup, load, decode.calibration)
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,10 +264,12 @@ class _Feed:
 
     seconds: tuple[float, float, float]
     tokens_per_second: tuple[float, float, float]
+    running: int
+    """Requests that decode at once when prefill feeds at most that (Little's law)."""
     text: str
 
 
-def _feed(prefill: PrefillSide, request: Request) -> _Feed:
+def _feed(decode: Side, request: Request, most: int, prefill: PrefillSide) -> _Feed:
     new = max(1, request.prompt_tokens - request.cached_tokens)
     lanes = prefill.setup.shape.lanes
     load = PrefillLoad(new, request.cached_tokens, prefill.chunk_tokens)
@@ -268,7 +278,14 @@ def _feed(prefill: PrefillSide, request: Request) -> _Feed:
     outputs = request.output_tokens
     a, b, c = (ms / 1e3 / outputs for _, ms in _sides(alone))
     x, y, z = (lanes * prefill.groups * outputs * 1e3 / ms for _, ms in _sides(busy))
-    return _Feed((a, b, c), (x, y, z), busy.calibrated_on)
+    factor = decode.calibration.factor()
+
+    def rate(running: int) -> float:
+        load = DecodeLoad(ceil_div(running, decode.groups), request.mean_context)
+        return running / (factor * roofline_s(decode.setup, load))
+
+    running = max(1, bisect_right(range(1, most + 1), x, key=rate))
+    return _Feed((a, b, c), (x, y, z), running, busy.calibrated_on)
 
 
 def _sides(p: Prediction) -> tuple[tuple[int, float], tuple[int, float], tuple[int, float]]:

@@ -16,21 +16,27 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "output", "said"),
-    [("2048", "1024", r"\d+ suffice"), ("200000", "16", r"more than \d+: such lanes do not stay full")],
+    ("groups", "prompt", "output", "said"),
+    [
+        ("1", "2048", "1024", r"\d+ suffice"),
+        ("1", "200000", "16", r"\d+ suffice"),
+        ("6", "20000", "64", r"more than \d+: such lanes do not stay full"),
+    ],
 )
 def test_slots_of_handoffs_follow_from_littles_law(
-    capsys: pytest.CaptureFixture[str], prompt: str, output: str, said: str
+    capsys: pytest.CaptureFixture[str], groups: str, prompt: str, output: str, said: str
 ) -> None:
-    workload = ("--prompt-tokens", prompt, "--output-tokens", output)
+    """With one group of each role at most a prompt a lane is computed; six of prefill compute six for each."""
+    workload = ("--prompt-tokens", prompt, "--output-tokens", output, "--prefill-groups", groups)
+    workload += ("--max-num-seqs", "8")
     document = json.loads(run(capsys, *workload, "-o", "json"))
     speed, decode = document["speed"], document["decode"]
     explained = run(capsys, *workload, "--explain", "decode.numStateSlots")
     extra = decode["num_state_slots"] - decode["max_num_seqs"]
     assert f"values   {decode['max_num_seqs']} + {extra}; " in explained
     # requests that a lane ends a second, times the seconds that each has held a slot before
-    ended = speed["running"] / document["outlook"]["decode"]["lanes"] / (int(output) * speed["tpot"]["value"])
-    held = ended * (speed["prefill"]["value"] + speed["handoff"]["value"])
+    ended = speed["throughput"]["value"] / int(output) / document["outlook"]["decode"]["lanes"]
+    held = ended * (speed["prefill_busy"]["value"] + speed["handoff"]["value"]) / 1e3
     found = re.search(rf"= ([\d.,]+) at once, queues left out: {said}", explained)
     assert found, explained
     assert float(found[1].replace(",", "")) == pytest.approx(held, rel=0.01)

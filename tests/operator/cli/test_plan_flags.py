@@ -115,7 +115,7 @@ def test_what_is_at_once_counts_the_lanes_of_all_groups(plan: Plan) -> None:
     flags = ("--chip", "mi300x", "--nodes-per-group", 2, "--max-num-seqs", 8)
     for groups in (1, 3):
         found = plan(*flags, "--decode-groups", groups)
-        assert found["speed"]["running"] == 8 * 8 * groups
+        assert found["speed"]["concurrency"] == 8 * 8 * groups
         assert found["contexts"][0]["planned"] == 8 * 8 * groups
         # the profile's limit
         assert found["contexts"][0]["cut_for_it"] == 32 * 8 * groups

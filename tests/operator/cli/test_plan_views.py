@@ -158,12 +158,6 @@ def test_cost_is_price_over_predicted_throughput(document: Document) -> None:
     assert (cost["hour"], cost["concurrency"]) == (96, 32)
 
 
-def test_without_a_load_the_cost_is_for_the_most_throughput(document: Document) -> None:
-    found = document("-f", MI300X, "--cost", 3)
-    most = max(point["tokens_per_second"]["value"] for point in found["speed"]["curve"])
-    assert found["cost"]["output"]["value"] == pytest.approx(16 * 3 / 3600 / most * 1e6)
-
-
 # --explain
 
 

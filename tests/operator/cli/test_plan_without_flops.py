@@ -32,14 +32,15 @@ def speed(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]
 def test_decode_and_handoff_are_those_of_a_chip_of_the_same_bandwidths(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """With FLOPs stated the same times come out, and the rest too."""
+    """With FLOPs stated the same times come out, and the rest too; of a load that prefill feeds."""
     document = dump(built_in_profiles()["mi308x"])
     document["metadata"]["name"] = "with-flops"
     document["spec"]["gpu"]["bf16FlopsPerSecond"] = 300_000_000_000_000
     profile = tmp_path / "own.yaml"
     profile.write_text(yaml.safe_dump(document), encoding="utf-8")
-    bare = speed(capsys, "--chip", "mi308x")
-    whole = speed(capsys, "-f", str(profile), "--chip", "with-flops")
+    load = ("--concurrency", "8")
+    bare = speed(capsys, "--chip", "mi308x", *load)
+    whole = speed(capsys, "-f", str(profile), "--chip", "with-flops", *load)
     assert (bare["predicted"], whole["predicted"]) == (False, True)
     assert bare["reason"].startswith(REASON)
     assert bare.keys() == {"predicted", "reason", "request", "running", "tpot", "tpot_alone", "handoff"}

@@ -1,0 +1,73 @@
+"""One load: the times, the tokens and the price that a plan shows are of the requests that it sustains."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+MI325X = Path(__file__).resolve().parents[3] / "examples" / "mi325x-2p2d.yaml"
+Run = Callable[..., tuple[int, str, str]]
+UNFED = ("--prompt-tokens", 20_000, "--output-tokens", 500)
+"""Prefill feeds a part of what decode would run."""
+
+
+def speed_of(run: Run, *arguments: object) -> dict[str, Any]:
+    status, out, err = run("plan", "--chip", "mi300x", *arguments, "-o", "json")
+    assert status in (0, 1), err
+    speed: dict[str, Any] = json.loads(out)["speed"]
+    return speed
+
+
+@pytest.mark.parametrize("load", [(), ("--concurrency", 200), ("--decode-groups", 2)])
+def test_a_step_is_of_what_prefill_feeds(run: Run, load: tuple[object, ...]) -> None:
+    """Little's law: running requests = tokens a second x time of a token."""
+    speed = speed_of(run, *UNFED, *load)
+    assert speed["binds"] == "prefill"
+    assert speed["running"] < speed["concurrency"]
+    for point in (speed, *(point for point in speed["curve"] if point["binds"] == "prefill")):
+        rate = point.get("tokens_per_second") or point["throughput"]
+        fed = rate["value"] * point["tpot"]["value"] / 1e3
+        # groups step together, so that a request more in a group may slow all of its own
+        assert point["running"] == pytest.approx(fed, rel=0.02, abs=1)
+
+
+def test_a_step_is_of_all_requests_where_prefill_feeds_them(run: Run) -> None:
+    speed = speed_of(run, "--prompt-tokens", 1000, "--output-tokens", 2000, "--concurrency", 100)
+    assert (speed["binds"], speed["running"]) == ("concurrency", 100)
+
+
+def test_a_rate_that_cannot_be_fed_is_not_priced_or_timed_as_if_it_were(run: Run) -> None:
+    rate = ("--requests-per-second", 5, "--target-tpot", "200ms")
+    status, out, _ = run("plan", "--chip", "mi300x", *UNFED, *rate)
+    assert status == 1
+    assert "misses: --requests-per-second" in out
+    assert "of 500 running: prefill feeds no more" in out
+
+
+def test_a_prompt_is_timed_alone_and_beside_those_that_the_load_computes(run: Run) -> None:
+    many, one = speed_of(run, *UNFED), speed_of(run, *UNFED, "--concurrency", 1)
+    assert (many["prefill_busy"]["lanes"], one["prefill_busy"]["lanes"]) == (8, 1)
+    assert many["prefill"]["value"] == one["prefill"]["value"] == one["prefill_busy"]["value"]
+    # what 8 busy lanes feed is what the rate stands on
+    fed = 8 * 500 / many["prefill_busy"]["value"] * 1e3
+    assert many["throughput"]["value"] == pytest.approx(fed)
+    for output in ("text", "markdown"):
+        _, out, _ = run("plan", "--chip", "mi300x", *UNFED, "-o", output)
+        assert "while 8 lanes compute, as this load is judged" in out
+        assert "idle" not in next(line for line in out.splitlines() if "as this load is judged" in line)
+
+
+@pytest.mark.parametrize("flags", [(), UNFED, (*UNFED, "--concurrency", 16)])
+def test_the_price_is_of_the_load_that_the_plan_shows(run: Run, flags: tuple[object, ...]) -> None:
+    _, out, _ = run("plan", "-f", MI325X, *flags, "--cost", 3, "-o", "json")
+    found = json.loads(out)
+    speed, cost = found["speed"], found["cost"]
+    assert cost["concurrency"] == speed["concurrency"]
+    assert cost["output"]["value"] == pytest.approx(16 * 3 / 3600 / speed["throughput"]["value"] * 1e6)
+    _, text, _ = run("plan", "-f", MI325X, *flags, "--cost", 3)
+    assert f"for the output of {speed['concurrency']:,} at once, as above" in text
+    assert f"tokens/s ({speed['throughput']['low']:,.0f}" in text or speed["throughput"]["low"] < 1000
