@@ -26,12 +26,12 @@ from kimi_operator.planner.roofline import DecodeLoad, PrefillLoad, Setup, Split
 from kimi_operator.profiles import architecture as built_in_architecture
 from kimi_operator.profiles.measurements import (
     MODEL,
-    WORKER,
     built_in_measurements,
     calibration_for,
     check_layout,
     worker_engine,
 )
+from kimi_operator.profiles.support import WORKER
 
 Output = Literal["text", "json", "yaml"]
 PHASES: dict[str, type[DecodeLoad | PrefillLoad]] = {"decode": DecodeLoad, "prefill": PrefillLoad}

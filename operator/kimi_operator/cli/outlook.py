@@ -29,6 +29,7 @@ from kimi_operator.planner.roofline import DecodeLoad, PrefillLoad, Setup
 from kimi_operator.planner.solve import most, solve, stretches, unused
 from kimi_operator.planner.workload import Workload, check_lengths, fixed
 from kimi_operator.profiles.forecast import decode_forecast, forecast_of
+from kimi_operator.profiles.support import rates_warning
 
 POOL_LABELS = {"state slots", "KV pages", "free"}
 ASSUMED_OUTPUT_SHARE = 8
@@ -173,10 +174,11 @@ def look_ahead(planned: Planned, stated: Workload | None, *, is_assumed: bool | 
         except ValueError as error:
             no_speed = str(error)
     waits = () if forecast is None or speed is None else _waits(served, speed, forecast, roles[Role.PREFILL])
-    is_partial = forecast is None and not too_long
+    decode_speed = _decode_speed(planned, plan, roles, served) if forecast is None and not too_long else None
+    unsure = rates_warning(planned.profile) if speed or decode_speed else None
     return Outlook(
         planned=planned,
-        plan=plan,
+        plan=replace(plan, warnings=(*plan.warnings, unsure)) if unsure else plan,
         workload=served,
         is_assumed=stated is None if is_assumed is None else is_assumed,
         prefill=roles[Role.PREFILL],
@@ -184,7 +186,7 @@ def look_ahead(planned: Planned, stated: Workload | None, *, is_assumed: bool | 
         speed=speed,
         no_speed=no_speed,
         misses=too_long or tuple(dict.fromkeys([*(miss for role in roles.values() for miss in _misses(role)), *waits])),
-        decode_speed=_decode_speed(planned, plan, roles, served) if is_partial else None,
+        decode_speed=decode_speed,
     )
 
 

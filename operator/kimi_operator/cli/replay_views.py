@@ -25,6 +25,7 @@ from kimi_operator.planner.pressure import Row, Summary
 from kimi_operator.planner.replay import Service
 from kimi_operator.planner.retention import Retention
 from kimi_operator.planner.units import bytes_text
+from kimi_operator.profiles.support import rates_warning
 
 DEFAULT_ROWS = 10
 MOST_ROWS = 200
@@ -153,6 +154,8 @@ def _cache(cache: Retention, asked: AskedSessions) -> tuple[str, str]:
 def warnings(outcome: Outcome) -> Iterator[str]:
     """The plan's warnings, and what the sessions asked for that they do not get."""
     yield from outcome.plan.warnings
+    if unsure := rates_warning(outcome.planned.profile):
+        yield unsure
     value, cache, reuse = outcome.value.summary, outcome.cache, outcome.asked.reuse
     limits = outcome.service.lane
     if value.cut_sessions:

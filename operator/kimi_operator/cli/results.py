@@ -28,7 +28,8 @@ from kimi_operator.api.base import ApiModel, parse
 from kimi_operator.cli.files import read_objects
 from kimi_operator.errors import InvalidSpec, Problem
 from kimi_operator.planner.roofline import Graphs
-from kimi_operator.profiles.measurements import MODEL, WORKER, LayoutFigures, Name, Rate, Tokens
+from kimi_operator.profiles.measurements import MODEL, LayoutFigures, Name, Rate, Tokens
+from kimi_operator.profiles.support import WORKER
 
 NEEDLE_ANSWER_TOKENS = 64
 """Most tokens of a needle's answer; half of them stand for the context of its middle."""

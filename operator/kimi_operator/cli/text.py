@@ -244,7 +244,7 @@ def _speed_text(outlook: Outlook) -> Iterator[str]:
     load = f"with {either.running:,} running at {request.mean_context:,} tokens"
     yield _labelled("decode step", f"{with_band(either.tpot)} {load}")
     if speed is None:
-        yield _labelled("prefill", f"not predicted: {outlook.no_speed}")
+        yield _labelled("prefill", "not predicted, see above")
     else:
         yield _labelled("prefill", prefill_text(speed))
     if either.handoff is not None:

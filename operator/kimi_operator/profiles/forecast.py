@@ -32,7 +32,8 @@ def plan_on(a: Architecture, spec: KimiDeploymentSpec, profile: HardwareProfile)
 
     plan = make_plan(a, spec, profile, speed)
     if unsupported := support_problem(profile):
-        return Infeasible((unsupported, *(plan.problems if isinstance(plan, Infeasible) else ())))
+        other = plan if isinstance(plan, Infeasible) else Infeasible(())
+        return replace(other, problems=(unsupported, *other.problems))
     warning = support_warning(profile)
     if warning is None or isinstance(plan, Infeasible):
         return plan
@@ -47,7 +48,8 @@ def forecast_of(a: Architecture, profile: HardwareProfile, kv_dtype: DType, work
     one_gpu, decode = decode_forecast(a, profile, kv_dtype)
     if one_gpu.chip.bf16_flops is None:
         field = f"HardwareProfile {one_gpu.chip.name}: spec.gpu.bf16FlopsPerSecond"
-        raise InvalidSpec((Problem(field, "nothing", "operations a second", "state the peak of dense bfloat16"),))
+        remedy = "state the peak of dense bfloat16 in a HardwareProfile of your own, then kimictl profile calibrate"
+        raise InvalidSpec((Problem(field, "nothing", "operations a second", remedy),))
 
     def setup(shape: GroupShape) -> Setup:
         return replace(one_gpu, shape=shape)

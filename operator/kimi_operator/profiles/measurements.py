@@ -33,11 +33,10 @@ from kimi_operator.planner.roofline import (
     Split,
 )
 from kimi_operator.profiles import architecture, built_in_profiles
+from kimi_operator.profiles.support import WORKER
 
 FILE = "measurements.yaml"
 MODEL = "kimi-k3"
-WORKER = "kimi-worker"
-"""The engine that this project brings."""
 
 Name = Annotated[str, Field(min_length=1, max_length=128)]
 Rate = Annotated[float, Field(gt=0, le=1e18, allow_inf_nan=False)]

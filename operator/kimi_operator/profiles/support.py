@@ -1,12 +1,19 @@
-"""Pure: whether the bundled worker may run on a node class, and what to warn of."""
+"""Pure: whether the bundled worker may run on a node class, how well its rates are known, and what to warn of."""
 
 from __future__ import annotations
 
 from kimi_operator.api.profile import HardwareProfile, HardwareProfileSpec, WorkerSpec, WorkerSupport
 from kimi_operator.errors import Problem
 
+WORKER = "kimi-worker"
+"""The engine that this project brings."""
 TARGETS = frozenset({"gfx942", "cpu"})
 """Values of gpu.architecture that the bundled worker is made for."""
+
+HOW_TO_MEASURE = (
+    "measure a run and give its factors to the profile with kimictl profile calibrate, or set what you know in a "
+    "HardwareProfile of your own: kimictl profile show {name} -o yaml > own.yaml, then -f own.yaml"
+)
 
 
 def worker_support(spec: HardwareProfileSpec) -> WorkerSpec:
@@ -37,3 +44,27 @@ def support_warning(profile: HardwareProfile) -> str | None:
         return None
     lacks = "; ".join(worker.lacks) or "nobody ran it there"
     return f"the bundled worker is untested on {profile.metadata.name} ({profile.spec.gpu.architecture}): {lacks}"
+
+
+def rates_warning(profile: HardwareProfile) -> str | None:
+    """What to say beside predictions on this hardware; None when what they rest on is known.
+
+    A phase whose own factor is stated does not count: what was measured stands in for the rate.
+    """
+    spec = profile.spec
+    own = spec.calibration if spec.calibration is not None and spec.calibration.engine == WORKER else None
+    rests_on = {
+        "gpu.hbmBytesPerSecond": ("decode", own and own.decode_factor),
+        "gpu.bf16FlopsPerSecond": ("prefill", own and own.prefill_factor),
+        "fabric.nicBytesPerSecond": ("the handoff", None),
+    }
+    figures, unmeasured = spec.figures(), spec.unmeasured()
+    found = [
+        f"{phase} on spec.{path} {figures[path]:,}: {unmeasured[path]}"
+        for path, (phase, factor) in rests_on.items()
+        if factor is None and path in unmeasured
+    ]
+    if not found:
+        return None
+    name = profile.metadata.name
+    return f"predictions rest on what nobody measured of {name}: {'; '.join(found)}; {HOW_TO_MEASURE.format(name=name)}"
