@@ -22,6 +22,7 @@ from kimi_operator.cluster import Cluster
 from kimi_operator.desire import Profiles, names_profile, read_profiles
 from kimi_operator.errors import InvalidSpec, KimiError
 from kimi_operator.intake import Intake, NotTaken
+from kimi_operator.listener import Listener
 from kimi_operator.observe import NodeSeen, read_node
 
 PATH = "/admit"
@@ -35,6 +36,12 @@ MAX_HELD_BYTES = 4 * MAX_BODY_BYTES
 """Bodies that come or wait, in sum. Whoever reaches the port may ask."""
 MAX_AT_ONCE = 16
 """Questions that are decided at once; others wait."""
+MAX_CONNECTIONS = 128
+"""Each costs some 0.3 MiB. An API server keeps up to 25."""
+IDLE_S = 120.0
+"""For a head to come, and between two requests: longer than the 90 s that API servers keep an idle connection."""
+MAX_HEADERS = 32
+"""Of up to 8 KiB each. An API server sends about eight."""
 LARGE_BYTES = 2**17
 """Questions beyond are decided one at a time: as Python's objects, JSON takes up to some 30 times its bytes."""
 log = structlog.get_logger()
@@ -81,6 +88,7 @@ class Webhook:
     """All addresses when absent."""
     bound_port: int = 0
     """Where it listens, once it does; 0 before."""
+    _listener: Listener | None = None
     _intake: Intake = field(default_factory=lambda: Intake(MAX_BODY_BYTES, MAX_HELD_BYTES))
     _places: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_AT_ONCE))
     _large_place: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
@@ -97,15 +105,21 @@ class Webhook:
         app = web.Application()
         app.router.add_post(PATH, self._answer)
         # Decompressed, a few bytes could be any number; the API server sends them as they are.
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=ANSWER_S, auto_decompress=False)
+        runner = web.AppRunner(
+            app, access_log=None, shutdown_timeout=ANSWER_S, auto_decompress=False,
+            keepalive_timeout=IDLE_S, max_headers=MAX_HEADERS,
+        )  # fmt: skip
         await runner.setup()
         resources.push_async_callback(runner.cleanup)
-        await web.TCPSite(runner, self.host, self.port, ssl_context=self.certificate.context).start()
+        self._listener = Listener.bind_to(self.host, self.port, MAX_CONNECTIONS)
+        await web.SockSite(runner, self._listener, ssl_context=self.certificate.context).start()
         self.bound_port = runner.addresses[0][1]
         log.info("webhook_serves", port=self.bound_port)
 
     async def _answer(self, http: web.Request) -> web.Response:
         until_s = asyncio.get_running_loop().time() + ANSWER_S
+        if self._listener is not None and http.transport is not None:
+            self._listener.use(http.transport.get_extra_info("socket").fileno())
         async with AsyncExitStack() as held:
             try:
                 body = await self._take(http, held, until_s)

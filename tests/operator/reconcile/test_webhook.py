@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import io
 import json
 import ssl
 import subprocess
 import zlib
+from asyncio.sslproto import SSLProtocol
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -228,6 +230,63 @@ async def test_a_body_that_is_too_large_or_never_comes_is_given_up(
     monkeypatch.setattr(endpoint, "ANSWER_S", 0.05)
     async with trusted.slow_client(b"{") as (reader, _), asyncio.timeout(DEADLINE_S):
         assert (await reader.readline()).split()[1] == b"408"
+
+
+HALF_A_HEAD = f"POST {PATH} HTTP/1.1\r\nHost: ".encode()
+
+
+async def ask_again(streams: Streams) -> int:
+    """A short question over a connection that stays open; the status."""
+    reader, writer = streams
+    writer.write(HALF_A_HEAD + b"localhost\r\nContent-Length: 2\r\n\r\n{}")
+    head = (await reader.readuntil(b"\r\n\r\n")).decode()
+    await reader.readexactly(int(head.lower().partition("content-length:")[2].split()[0]))
+    return int(head.split()[1])
+
+
+@pytest.mark.parametrize(("kind", "clients"), [("never a handshake", 700), ("half a head", 300)])
+async def test_idle_connections_are_bounded_and_keep_nobody_from_an_answer(
+    trusted: Asker, kind: str, clients: int
+) -> None:
+    """While they come, whoever asks keeps the connection; those that have been idle the longest give way."""
+    context = ssl.create_default_context(cadata=trusted.trusted)
+    port, at_most = trusted.webhook.bound_port, endpoint.MAX_CONNECTIONS
+    idle: list[Streams] = []
+    async with asyncio.timeout(4 * DEADLINE_S), AsyncExitStack() as opened:
+        used = await asyncio.open_connection("localhost", port, ssl=context)
+        opened.callback(used[1].transport.abort)
+        for number in range(clients):
+            streams = await asyncio.open_connection("localhost", port, ssl=context if "head" in kind else None)
+            opened.callback(streams[1].transport.abort)
+            if "head" in kind:
+                streams[1].write(HALF_A_HEAD)
+            idle.append(streams)
+            if number % 50 == 0:
+                assert await ask_again(used) == 400
+        assert (await trusted.ask(review(deployment(TOO_LARGE))))[1]["response"]["allowed"] is False
+        await until(lambda: sum(not reader.at_eof() for reader, _ in idle) < at_most)
+        assert await ask_again(used) == 400
+        held = sum(isinstance(one, SSLProtocol) for one in gc.get_objects())
+        assert held < 3 * at_most + clients * ("head" in kind), "what has ended is not kept in memory"
+
+
+@pytest.mark.parametrize("sent", [b"", HALF_A_HEAD])
+async def test_a_head_that_never_comes_is_given_up(asker: Asker, monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
+    monkeypatch.setattr(endpoint, "IDLE_S", 0.2)
+    asker.trusted = write_pair(asker.folder).decode()
+    await asker.wait_until_it_serves()
+    context = ssl.create_default_context(cadata=asker.trusted)
+    reader, writer = await asyncio.open_connection("localhost", asker.webhook.bound_port, ssl=context)
+    writer.write(sent)
+    async with asyncio.timeout(DEADLINE_S):
+        assert await reader.read() == b""
+    writer.close()
+
+
+async def test_a_head_of_many_lines_is_refused(trusted: Asker) -> None:
+    """Each may have 8 KiB, which every connection could keep."""
+    headers = {f"x-{number}": "" for number in range(endpoint.MAX_HEADERS)}
+    assert (await trusted.ask(review(deployment()), headers=headers))[0] == 400
 
 
 MIB = 2**20
