@@ -17,7 +17,10 @@ from kimi_operator.planner.units import bytes_text
 LABEL_WIDTH = 28
 HEAD_WIDTH = 20
 COLUMN_WIDTH = 22
-DESIGN_WIDTH = 17
+DESIGN_WIDTH = 18
+DESIGN_HEADS = (
+    "tokens a request", "pages and slots", "bytes", "unified blocks", "bytes", "FP8 pages, slots", "FP8 blocks",
+)  # fmt: skip
 BAR_WIDTH = 60
 BAR = {"weights": "#", "reserved": "=", "state slots": "s", "KV pages": "k", "free": "."}
 
@@ -34,7 +37,7 @@ def plan_text(outlook: Outlook, cost: Cost | None) -> Iterator[str]:
         yield ""
     yield from _speed_text(outlook)
     plan = outlook.plan
-    yield from _designs_text(compare_designs(outlook.planned.architecture, plan, plan.decode))
+    yield from _designs_text(compare_designs(outlook.planned.architecture, plan, plan.decode), plan.kv_cache_dtype)
 
 
 def refusal_text(problems: tuple[Problem, ...], head: str = "does not fit:") -> Iterator[str]:
@@ -266,22 +269,24 @@ def _spread(low: float, value: float, high: float) -> str:
     return f"{number(value)} ({number(low)} to {number(high)})"
 
 
-def _designs_text(designs: Designs) -> Iterator[str]:
+def _designs_text(designs: Designs, dtype: str) -> Iterator[str]:
     layout = designs.layout
     yield (
-        f"{bytes_text(designs.pool_bytes)} of a decode GPU in two designs: requests a lane at once, bytes a request. "
-        f"Unified: vLLM's blocks, {designs.num_blocks:,} of {layout.block_tokens:,} tokens = {layout.block_bytes:,} B; "
-        f"a request takes {layout.state_groups} for its state"
+        f"{bytes_text(designs.pool_bytes)} of a decode GPU in two designs, like for like: requests a lane at once, all "
+        f"of one length, and bytes of each; {dtype} rows in both, FP8 rows in both on the right; none kept for handoffs"
     )
-    heads = ("tokens a request", "planned", "pages and slots", "bytes", "unified blocks", "bytes", "with FP8 rows")
-    yield _design_columns(heads)
+    yield (
+        f"unified blocks are vLLM's: {designs.num_blocks:,} of {layout.block_tokens:,} tokens = "
+        f"{layout.block_bytes:,} B; a request takes {layout.state_groups} for its state"
+    )
+    yield _design_columns(DESIGN_HEADS)
     for row in designs.rows:
         apart, unified = bytes_text(row.apart_request_bytes), bytes_text(row.unified_request_bytes)
-        counts = (row.context_tokens, row.planned, row.apart, apart, row.unified, unified, row.unified_fp8)
+        counts = (row.context_tokens, row.apart, apart, row.unified, unified, row.apart_fp8, row.unified_fp8)
         yield _design_columns(tuple(cell if isinstance(cell, str) else f"{cell:,}" for cell in counts))
-    longest = (designs.longest_apart, designs.longest_unified, designs.longest_unified_fp8)
-    apart, unified, fp8 = (f"{tokens:,}" for tokens in longest)
-    yield _design_columns(("longest, alone", "", apart, "", unified, "", fp8))
+    longest = (designs.longest_apart, designs.longest_unified, designs.longest_apart_fp8, designs.longest_unified_fp8)
+    apart, unified, *fp8 = (f"{tokens:,}" for tokens in longest)
+    yield _design_columns(("longest alone, tokens", apart, "", unified, "", *fp8))
 
 
 def _design_columns(cells: tuple[str, ...]) -> str:
