@@ -93,9 +93,9 @@ def cost_text(cost: Cost) -> Iterator[str]:
     load = f"{cost.hour:,.2f} an hour in all, for the output of {cost.concurrency:,} at once, as above"
     yield f"cost at {cost.per_gpu_hour:g} a GPU-hour, {load}"
     for label, price in rows(cost).items():
-        yield f"  {label:<33} {price_text(price)}"
-    yield f"  {'binds':<33} {cost.binds}"
-    yield f"  {'calibrated on':<33} {cost.calibrated_on}"
+        yield f"  {label:<34} {price_text(price)}"
+    yield f"  {'binds':<34} {cost.binds}"
+    yield f"  {'calibrated on':<34} {cost.calibrated_on}"
 
 
 def rows(cost: Cost) -> dict[str, Price]:
@@ -138,6 +138,8 @@ def cost_figures(outlook: Outlook, cost: Cost) -> Iterator[Figure]:
         rate = f"{cost.tokens_per_second:,.1f} tokens/s at {cost.concurrency:,} at once"
         values = f"{gpus} x {cost.per_gpu_hour:g} / 3,600; output {rate}"
         yield Figure(key, price_text(price), formula, values, cost.calibrated_on)
+    at = f"{cost.concurrency:,} at once"
+    yield Figure("cost.binds", cost.binds, "which bound on the output is the least", at, cost.calibrated_on)
 
 
 def all_figures(outlook: Outlook, cost: Cost | None) -> list[Figure]:

@@ -1,7 +1,8 @@
-"""`kimictl plan --explain LINE`: formula, values and source of any figure. Pure."""
+"""`kimictl plan --explain LINE`: formula, values, source and plain words of any label. Pure."""
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import re
 from collections.abc import Iterable, Iterator
@@ -9,35 +10,55 @@ from collections.abc import Iterable, Iterator
 from kimi_operator.api.deployment import Role
 from kimi_operator.cli.figures import Figure
 from kimi_operator.cli.flags import refuse
+from kimi_operator.cli.glossary import WORDS
 
-MOST_SUGGESTIONS = 5
+MOST_SUGGESTIONS = 8
 
 
 def find_figures(known: Iterable[Figure], wanted: str) -> list[Figure]:
-    """Figures of that name: with its role as `decode.KV pages`, or without for every role's. Case does not matter.
+    """Figures of that name or label: with its role as `decode.KV pages`, or without for every role's.
 
-    Raises InvalidSpec that lists the nearest names, or all.
+    Case, spaces and signs do not matter. Raises InvalidSpec that lists the nearest labels, or all.
     """
-    by_name = {_plain(figure.key): figure for figure in known}
-    name = _plain(wanted)
-    if name in by_name:
-        return [by_name[name]]
-    found = [figure for figure in by_name.values() if _plain(_without_role(figure.key)) == name]
-    if found:
+    known, name = list(known), _plain(wanted)
+    exact = [figure for figure in known if _plain(figure.key) == name]
+    if found := exact or [figure for figure in known if name in map(_plain, _names(figure))]:
         return found
-    names = {_plain(_without_role(figure.key)): _without_role(figure.key) for figure in by_name.values()}
-    near = difflib.get_close_matches(name.rpartition(".")[2], names, MOST_SUGGESTIONS)
-    suggested = [names[each] for each in near] or sorted(names.values())
-    raise refuse("--explain", repr(wanted), "a line or a figure of the plan", f"name one of: {', '.join(suggested)}")
+    names = {_plain(each): each for figure in known for each in _names(figure) if not each.startswith(tuple(Role))}
+    name = name.removeprefix("prefill.").removeprefix("decode.")
+    inside = [each for each in names if name and name in each]
+    near = inside or difflib.get_close_matches(name, names, MOST_SUGGESTIONS)
+    suggested = [names[each] for each in near[:MOST_SUGGESTIONS]] or sorted(names.values())
+    remedy = f"name one of: {'; '.join(suggested)}"
+    raise refuse("--explain", repr(wanted), "a line, a column or a figure of the plan", remedy)
 
 
 def explanation(found: Iterable[Figure]) -> Iterator[str]:
     """For a terminal."""
     for figure in found:
         yield f"{figure.key} = {figure.text}"
+        yield f"  means    {means(figure)}"
         yield f"  formula  {figure.formula}"
         yield f"  values   {figure.values}"
         yield f"  source   {figure.source}"
+
+
+def explanation_document(found: Iterable[Figure]) -> dict[str, list[dict[str, str]]]:
+    """For scripts."""
+    return {"figures": [{**dataclasses.asdict(figure), "means": means(figure)} for figure in found]}
+
+
+def means(figure: Figure) -> str:
+    """The figure in one sentence of plain words."""
+    return WORDS[_without_role(figure.key)].means
+
+
+def _names(figure: Figure) -> Iterator[str]:
+    """What the figure is called: its key, and its labels, each with its role and without."""
+    name = _without_role(figure.key)
+    role = figure.key.removesuffix(name)
+    for label in (name, *WORDS[name].labels):
+        yield from dict.fromkeys((label, f"{role}{label}"))
 
 
 def _without_role(key: str) -> str:

@@ -14,6 +14,7 @@ from kimi_operator.planner.memory import ITEMSIZE
 from kimi_operator.planner.predict import Prediction
 from kimi_operator.planner.units import bytes_text
 
+NOT_PREDICTED = "not predicted"
 _RESERVE_FIELDS = {
     "contexts": "contexts",
     "symmetric heap": "symmetricHeap",
@@ -223,26 +224,45 @@ def _solved(each: RoleOutlook) -> Iterator[Figure]:
 
 def _speed(outlook: Outlook) -> Iterator[Figure]:
     speed, either = outlook.speed, outlook.speed or outlook.decode_speed
-    if either is None:
-        return
-    yield _predicted("tpot", either.tpot, "factor x sum of the step's terms")
-    yield _predicted("tpotAlone", either.tpot_alone, "factor x sum of the step's terms, one request")
-    if either.handoff is not None:
-        yield _predicted("handoff", either.handoff, "bytes of a request / achieved bandwidth of its network card")
-    formula = "factor x sum of the prompt's terms"
-    if speed is None:
-        yield Figure("prefill", "not predicted", formula, "FLOPs of the chip are missing", outlook.no_speed)
-        return
-    yield _predicted("prefill", speed.prefill, f"{formula}, alone in its group")
-    busy = f"{formula}, beside those of the lanes that this load keeps busy: {speed.busy_lanes}"
-    yield _predicted("prefillBusy", speed.prefill_busy, busy)
+    reason = outlook.no_speed or "the workload does not fit"
+    step, prompt = "factor x sum of the step's terms", "factor x sum of the prompt's terms"
     bound = "the least of concurrency / (time of a token + its prefill), full lanes, and what prefill feeds"
-    at = speed.at
-    rate, values = at.tokens_per_second, f"at {at.concurrency:,} at once; {at.binds} binds"
+    formula = "bytes of a request / achieved bandwidth of its network card"
+    if either is None or either.handoff is None:
+        missing = "nobody stated fabric.nicBytesPerSecond" if either else reason
+        yield Figure("handoff", NOT_PREDICTED, formula, "-", missing)
+    else:
+        yield _predicted("handoff", either.handoff, formula)
+    if either is None:
+        yield Figure("tpot", NOT_PREDICTED, step, "-", reason)
+    else:
+        yield _predicted("tpot", either.tpot, step)
+        yield _predicted("tpotAlone", either.tpot_alone, f"{step}, one request")
+        yield _calibration("calibration.decode", either.tpot)
+    bend = "farthest above the straight line from first to last point of the curve"
+    if speed is None:
+        for key, formula in (("prefill", prompt), ("throughput", bound), ("knee", bend)):
+            yield Figure(key, NOT_PREDICTED, formula, "-", reason)
+        return
+    yield _predicted("prefill", speed.prefill, f"{prompt}, alone in its group")
+    busy = f"{prompt}, beside those of the lanes that this load keeps busy: {speed.busy_lanes}"
+    yield _predicted("prefillBusy", speed.prefill_busy, busy)
+    yield _calibration("calibration.prefill", speed.prefill)
+    at, rate = speed.at, speed.at.tokens_per_second
+    values = f"at {at.concurrency:,} at once; {at.binds} binds"
     yield Figure("throughput", with_band(rate), bound, values, rate.calibrated_on)
-    formula = "farthest above the straight line from first to last point of the curve"
+    running = f"{at.running:,} of them in decode"
+    yield Figure("concurrency", f"{at.concurrency:,}", "stated, else full decode lanes", running, "the workload")
     values = f"{with_band(speed.knee.tokens_per_second)}; {speed.knee.binds} binds"
-    yield Figure("knee", f"{speed.knee.concurrency:,} at once", formula, values, rate.calibrated_on)
+    yield Figure("knee", f"{speed.knee.concurrency:,} at once", bend, values, rate.calibrated_on)
+
+
+def _calibration(key: str, prediction: Prediction) -> Figure:
+    """The factor between a prediction and its terms."""
+    terms_ms = 1e3 * sum(term.seconds for term in prediction.terms)
+    formula = "measured / computed time of the points that were fitted, their geometric mean"
+    values = f"here {number(prediction.value)} ms / {number(terms_ms)} ms"
+    return Figure(key, f"factor {prediction.value / terms_ms:.3f}", formula, values, prediction.calibrated_on)
 
 
 def _predicted(key: str, prediction: Prediction, formula: str) -> Figure:

@@ -84,7 +84,7 @@ def headline(outlook: Outlook) -> dict[str, str]:
             "TPOT": f"{with_band(speed.tpot)} with {_sustained(speed)}; {alone}",
             "output": f"{rate}; {speed.at.binds} binds; knee at {speed.knee.concurrency:,}",
         }
-    return {**found, "workload": _workload(outlook)}
+    return {**found, "workload": workload_text(outlook)}
 
 
 def _sustained(speed: Speed) -> str:
@@ -151,7 +151,8 @@ def _tokens(role: RolePlan) -> int:
     return role.num_pages * role.page_size_tokens
 
 
-def _workload(outlook: Outlook) -> str:
+def workload_text(outlook: Outlook) -> str:
+    """Lengths and reuse, and whether anybody stated them."""
     work = outlook.workload
     text = f"prompts of {work.prompt}, answers of {work.output}"
     if work.reuse:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
 from kimi_operator.cli.asking import asked_for, make_plan, outlook_of
-from kimi_operator.cli.cost import Cost, all_figures, cost_of
+from kimi_operator.cli.cost import Cost, cost_of
 from kimi_operator.cli.document import dumped, plan_document, refusal_document
 from kimi_operator.cli.flags import DeploymentFlags, View, WorkloadFlags
 from kimi_operator.cli.outlook import Outlook
@@ -85,9 +84,10 @@ def _refusal(problems: tuple[Problem, ...], output: str) -> str:
 
 
 def _explained(outlook: Outlook, cost: Cost | None, wanted: str, output: str) -> str:
-    from kimi_operator.cli.explain import explanation, find_figures  # noqa: PLC0415
+    from kimi_operator.cli.explain import explanation, explanation_document, find_figures  # noqa: PLC0415
+    from kimi_operator.cli.glossary import explained_figures  # noqa: PLC0415
 
-    found = find_figures(all_figures(outlook, cost), wanted)
+    found = find_figures(explained_figures(outlook, cost), wanted)
     if output == "text":
         return lines(explanation(found))
-    return dumped({"figures": [dataclasses.asdict(figure) for figure in found]}, output)
+    return dumped(explanation_document(found), output)
