@@ -38,7 +38,7 @@ PHASES: dict[str, type[DecodeLoad | PrefillLoad]] = {"decode": DecodeLoad, "pref
 MOST_BETWEEN_REPEATS = 1.5
 """Slowest over fastest time of one load. Runs in a row lie within some percent; a unit or a setup apart is far more."""
 MOST_BETWEEN_POINTS = 2.0
-"""A point over what the others predict for it, from which on the user is told that one factor fits them badly."""
+"""A point over what the others predict for it, from which on the user is told that no factor fits them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,16 +96,22 @@ def calibrate(  # noqa: PLR0913 - the options of a command
     options = {"chip": chip, "engine": engine, "architecture": architecture, "layout": layout, "groups": groups}
     read = read_results(results, {name: value for name, value in options.items() if value is not None})
     done = _calibrate(read, profiles_in(file or []), str(results))
-    fragment = _fragment(done)
+    contradictions = list(_contradictions(done))
+    fragment = None if contradictions else _fragment(done)
     if output == "json":
         sys.stdout.write(json.dumps(_document(done) | {"fragment": fragment}, indent=2) + "\n")
     else:
-        apply = f"kubectl patch hardwareprofile {done.profile} --type merge --patch-file FILE"
-        how = f"for the profile; save it with -o yaml, then {apply}:"
-        text = [] if output == "yaml" else [*_text(done), "", how]
-        sys.stdout.write("".join(f"{line}\n" for line in text) + yaml.safe_dump(fragment, sort_keys=False, width=120))
-    sys.stderr.write("".join(f"kimictl: {warning}\n" for warning in _warnings(done)))
-    return 0
+        sys.stdout.write("".join(f"{line}\n" for line in (_text(done) if output == "text" else ())))
+        sys.stdout.write("" if fragment is None else _fragment_text(fragment, done.profile, output))
+    sys.stderr.write("".join(f"kimictl: {warning}\n" for warning in (*_warnings(done), *contradictions)))
+    return 1 if contradictions else 0
+
+
+def _fragment_text(fragment: Mapping[str, Any], profile: str, output: Output) -> str:
+    """The fragment alone as YAML, or as text after how to apply it."""
+    apply = f"kubectl patch hardwareprofile {profile} --type merge --patch-file FILE"
+    how = f"\nfor the profile; save it with -o yaml, then {apply}:\n" if output == "text" else ""
+    return how + yaml.safe_dump(dict(fragment), sort_keys=False, width=120)
 
 
 def _layout(nodes: int | None, gpus_per_node: int | None, tensor_parallel: int | None) -> dict[str, int] | None:
@@ -198,14 +204,24 @@ def _warnings(done: Calibrated) -> Iterator[str]:
     for name, samples in done.samples.items():
         if given[name] > len(samples):
             yield f"{name}: {given[name]} points of {len(samples)} loads; repeats count as one, at their geometric mean"
-        far = max((abs(math.log1p(error)) for error in done.changes[name].errors_left_out), default=0.0)
-        if far > math.log(MOST_BETWEEN_POINTS):
-            yield (
-                f"{name}: the points contradict each other: one is {math.exp(far):,.1f} times off what the others say; "
-                "check units, layout, groups and engine of each before you apply this"
-            )
     if done.results.architecture != MODEL:
         yield f"measured with {done.results.architecture}; its factor says little about {MODEL}"
+
+
+def _contradictions(done: Calibrated) -> Iterator[str]:
+    """Points of a phase that no factor fits: each with what the others predict for it."""
+    for name, samples in done.samples.items():
+        errors = done.changes[name].errors_left_out
+        far = max((abs(math.log1p(error)) for error in errors), default=0.0)
+        if far <= math.log(MOST_BETWEEN_POINTS):
+            continue
+        yield (
+            f"{name}: the points contradict each other: one is {math.exp(far):,.1f} times off what the others say, so "
+            "that no factor is given; check units, layout, groups and engine of each, and leave out what is wrong"
+        )
+        for sample, error in zip(samples, errors, strict=True):
+            measured = 1e3 * sample.measured_s
+            yield f"  {sample.name}: {measured:,.2f} ms, the others say {measured * (1 + error):,.2f} ms ({error:+.1%})"
 
 
 def _fragment(done: Calibrated) -> dict[str, Any]:

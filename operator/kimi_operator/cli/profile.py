@@ -34,7 +34,10 @@ app.command(
     name="calibrate",
     help="""Fit a profile's speed to a measured run; show old and new factor and what to put into the profile.
 
-Nothing is written: add the fragment to your profile and apply it.""",
+Nothing is written: add the fragment to your profile and apply it.
+
+Exit status: 0 a factor was fitted; 1 points contradict each other, which are shown with their residuals; 2 bad input,
+named with its value and what to do.""",
 )
 
 

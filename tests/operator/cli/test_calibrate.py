@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import yaml
@@ -118,14 +118,23 @@ def test_repeats_count_as_one_point_and_narrow_no_band(tmp_path: Path, capsys: p
         assert f"decode: {len(times_ms)} points of 1 loads; repeats count as one" in printed.err
 
 
-def test_unlike_points_that_no_factor_fits_are_told_on_stderr(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("output", ["text", "json", "yaml"])
+def test_points_that_no_factor_fits_are_shown_with_their_residuals(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], output: Literal["text", "json", "yaml"]
 ) -> None:
+    """Exit status 1, and nothing that could be applied."""
     nearly = at_8_x_8192(80.0, 8000.0)
     nearly["decode"][1]["contextTokens"] = 8193
-    assert calibrate(written(tmp_path, nearly), output="yaml") == 0
-    assert "decode: the points contradict each other: one is 100.0 times off" in capsys.readouterr().err
-    assert calibrate(written(tmp_path, by_hand())) == 0
+    assert calibrate(written(tmp_path, nearly), output=output) == 1
+    out, err = capsys.readouterr()
+    assert "decode: the points contradict each other: one is 100.0 times off" in err
+    assert "8 requests at 8,192 tokens: 80.00 ms, the others say 8,000" in err
+    assert "8 requests at 8,193 tokens: 8,000.00 ms, the others say 80.0" in err
+    assert "(-99.0%)" in err
+    assert "kind: HardwareProfile" not in out
+    if output == "json":
+        assert json.loads(out)["fragment"] is None
+    assert calibrate(written(tmp_path, by_hand()), output=output) == 0
     assert not capsys.readouterr().err
 
 
