@@ -15,7 +15,8 @@ from kimi_operator.cli.figures import with_band
 from kimi_operator.cli.files import STANDARD_INPUT
 from kimi_operator.cli.flags import DeploymentFlags, WorkloadFlags, refuse
 from kimi_operator.cli.outlook import shape_of
-from kimi_operator.cli.replayed import BandedRow, Outcome, replay_on
+from kimi_operator.cli.progress import Progress
+from kimi_operator.cli.replayed import BandedRow, Outcome, num_begun, replay_on
 from kimi_operator.cli.session_flags import SessionFlags, TableFlags
 from kimi_operator.cli.sessions import AskedSessions, asked_sessions
 from kimi_operator.cli.text import refusal_text
@@ -55,7 +56,8 @@ def answer(files: list[Path], flags: Flags, output: str) -> tuple[str, int]:
         problems = asked.problems(planned.plan.problems)
         is_text = output == "text"
         return _lines(refusal_text(problems)) if is_text else dumped(refusal_document(problems), output), 1
-    outcome = replay_on(planned, sessions, rows)
+    progress = Progress("prompts replayed, at predicted, short and long times", num_begun(sessions))
+    outcome = replay_on(planned, sessions, rows, progress)
     text = _lines(replay_text(outcome)) if output == "text" else dumped(replay_document(outcome), output)
     found = outcome.value.summary
     return text, 1 if found.cut_sessions or found.refused_turns or found.expired_turns else 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import itemgetter
 
 from kimi_operator.api.deployment import Role
@@ -74,8 +74,13 @@ class Outcome:
         return _banded([of(run.summary) for run in (self.value, self.fast, self.slow)], unit)
 
 
-def replay_on(planned: Planned, asked: AskedSessions, max_rows: int) -> Outcome:
-    """Replay. Raises InvalidSpec when the chip's figures do not suffice for predictions, or no session can begin."""
+def replay_on(
+    planned: Planned, asked: AskedSessions, max_rows: int, begun: Callable[[], None] = lambda: None
+) -> Outcome:
+    """Replay; `begun` is called as each of `num_begun` prompts begins.
+
+    Raises InvalidSpec when the chip's figures do not suffice for predictions, or no session can begin.
+    """
     plan = planned.plan
     assert isinstance(plan, Plan), "what does not fit replays nothing"
     _check_first(asked, plan.decode.max_model_len)
@@ -83,6 +88,7 @@ def replay_on(planned: Planned, asked: AskedSessions, max_rows: int) -> Outcome:
     decode, prefill = sides[Role.DECODE], sides[Role.PREFILL]
     chunk_tokens = planned.profile.spec.limits.prefill_batched_tokens
     service = predicted_service(decode, prefill, _lane(planned, plan), chunk_tokens, asked.reuse)
+    service = replace(service, prefill_s=_counted(service.prefill_s, begun))
     value = _run(asked, service, max_rows)
     of_prefill, of_decode = paces(value.replayed.turns, service, sides, chunk_tokens)
     fast = _run(asked, paced(service, of_prefill.low, of_decode.low), max_rows)
@@ -106,6 +112,23 @@ def replay_on(planned: Planned, asked: AskedSessions, max_rows: int) -> Outcome:
         cache=retention(value.replayed.turns, pool, plan.prefill.page_size_tokens, state_pages),
         handoff=_handoff(value.replayed.turns, prefill),
     )
+
+
+def num_begun(asked: AskedSessions) -> int:
+    """Prompts of all three runs, if no session ends early."""
+    return 3 * sum(len(session.turns) for session in asked.sessions)
+
+
+def _counted(
+    prefill_s: Callable[[int, int, int], float], begun: Callable[[], None]
+) -> Callable[[int, int, int], float]:
+    """A service asks for the time of a prompt once, as it begins."""
+
+    def counted(new: int, cached: int, busy: int) -> float:
+        begun()
+        return prefill_s(new, cached, busy)
+
+    return counted
 
 
 def _lane(planned: Planned, plan: Plan) -> Lane:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
-from kimi_operator.cli import main
+from kimi_operator.cli import main, progress
 
 Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(autouse=True)
+def no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that is busy with other things must not add lines to standard error."""
+    monkeypatch.setattr(progress, "QUIET_S", math.inf)
 
 
 @pytest.fixture
