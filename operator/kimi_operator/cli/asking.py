@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -52,7 +53,13 @@ class Asked:
 
     def problems(self, problems: tuple[Problem, ...]) -> tuple[Problem, ...]:
         """Problems by the names that the user wrote."""
-        return named_by_flag(problems, self.flags, self.written)
+        named = named_by_flag(problems, self.flags, self.written)
+        return named if self.workload else tuple(map(in_spec, named))
+
+
+def in_spec(problem: Problem) -> Problem:
+    """The same; a field of the workload where it stands in a manifest."""
+    return replace(problem, field=re.sub(r"^workload\b", FIELD, problem.field))
 
 
 def asked_for(files: list[Path], flags: DeploymentFlags, work: WorkloadFlags) -> Asked:
@@ -119,7 +126,7 @@ def outlook_of(planned: Planned, asked: Asked) -> Outlook:
     """The outlook under the workload, whose lengths are assumed where nobody stated them. Raises InvalidSpec."""
     document, spec = asked.workload, planned.deployment.spec.workload
     if not document:
-        return look_ahead(planned, None if spec is None else workload_of(spec, FIELD))
+        return _without_repeats(look_ahead(planned, None if spec is None else workload_of(spec, FIELD)))
     stated = read_by_flag(asked.flags, lambda: _workload(planned, document), asked.written)
     is_assumed = not _has_lengths(document)
     outlook = read_by_flag(asked.flags, lambda: look_ahead(planned, stated, is_assumed=is_assumed), asked.written)
@@ -137,7 +144,7 @@ def _workload(planned: Planned, document: WorkloadDocument) -> Workload:
 
 
 def _without_repeats(outlook: Outlook) -> Outlook:
-    """The plan warns of what the workload in its spec misses; the outlook says it by the flags' names."""
-    said = {str(replace(problem, field=f"spec.{problem.field}")) for problem in outlook.misses}
+    """The plan warns of what the workload in its spec misses; the outlook says it as the user wrote it."""
+    said = {str(in_spec(problem)) for problem in outlook.misses}
     warnings = tuple(warning for warning in outlook.plan.warnings if warning not in said)
     return replace(outlook, plan=replace(outlook.plan, warnings=warnings))

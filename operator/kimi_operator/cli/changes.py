@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import yaml
 
 from kimi_operator.api.base import dump, parse
-from kimi_operator.api.deployment import KimiDeployment, Role
+from kimi_operator.api.deployment import KimiDeployment, KimiDeploymentSpec, Role
 from kimi_operator.api.profile import Basis, HardwareProfile
 from kimi_operator.cli.figures import Figure
 from kimi_operator.cli.files import check_values
@@ -65,7 +66,7 @@ def _chip_of(inputs: Inputs) -> object:
 def _edited(inputs: Inputs, edit: str) -> Inputs:
     key, equals, text = edit.partition("=")
     if not equals or not key.strip() or not text.strip():
-        raise refuse("--what-if", repr(edit), "KEY=VALUE", "write decode.maxNumSeqs=32, nodes=6 or chip=mi325x")
+        raise refuse("--what-if", repr(edit), "KEY=VALUE", "write decode.maxNumSeqs=32, nodes=8 or chip=mi325x")
     try:
         value = yaml.load(text, Loader=yaml.CSafeLoader)
     except (yaml.YAMLError, ValueError, TypeError, AttributeError) as error:
@@ -85,17 +86,45 @@ def _edited(inputs: Inputs, edit: str) -> Inputs:
 
 
 def _with_nodes(inputs: Inputs, nodes: object) -> Inputs:
-    """Decode takes all groups that the nodes beside prefill allow."""
+    """Both roles grow or shrink by whole groups, in the proportion that they have."""
     try:
         spec = parse(KimiDeployment, inputs.deployment).spec
     except InvalidSpec as error:
         raise named(error, "--what-if") from error
-    prefill, each = spec.prefill.groups * spec.prefill.nodes_per_group, spec.decode.nodes_per_group
-    expected = f"{prefill} nodes of prefill and a multiple of {each} for decode"
-    if not isinstance(nodes, int) or isinstance(nodes, bool) or nodes <= prefill or (nodes - prefill) % each:
-        remedy = f"try {prefill + each} or {prefill + 2 * each}, or let --search choose"
-        raise refuse("--what-if nodes", repr(nodes), expected, remedy)
-    return replace(inputs, deployment=_set(inputs.deployment, "spec.decode.groups", (nodes - prefill) // each, "nodes"))
+    now = nodes_of(spec)
+    groups = {role: spec.role(role).groups for role in Role}
+    least = math.gcd(*groups.values())
+    step = sum(now.values()) // least
+    if not isinstance(nodes, int) or isinstance(nodes, bool) or nodes < step or nodes % step:
+        expected = f"a multiple of {step}: whole groups of both roles in the proportion {_shares(now)}"
+        keys = " and ".join(
+            f"{role}.groups (now {number} of {_of_a_group(spec, role)})" for role, number in groups.items()
+        )
+        raise refuse("--what-if nodes", repr(nodes), expected, f"set {keys} instead, or let --search choose")
+    deployment = inputs.deployment
+    for role, number in groups.items():
+        deployment = _set(deployment, f"spec.{role}.groups", number // least * (nodes // step), "nodes")
+    return replace(inputs, deployment=deployment)
+
+
+def _of_a_group(spec: KimiDeploymentSpec, role: Role) -> str:
+    nodes = spec.role(role).nodes_per_group
+    return f"{nodes} node" + ("s" if nodes > 1 else "")
+
+
+def nodes_of(spec: KimiDeploymentSpec) -> dict[Role, int]:
+    """Nodes of all groups of each role."""
+    return {role: spec.role(role).groups * spec.role(role).nodes_per_group for role in Role}
+
+
+def _shares(nodes: Mapping[Role, int]) -> str:
+    return " : ".join(f"{number} {role}" for role, number in nodes.items())
+
+
+def heading(edits: Iterable[str], spec: KimiDeploymentSpec) -> str:
+    """The edits as they were typed; a number of nodes with what each role got of it."""
+    shares = ", ".join(f"{number} {role}" for role, number in nodes_of(spec).items())
+    return ", ".join(f"{edit} ({shares})" if edit.startswith("nodes=") else edit for edit in edits)
 
 
 def _with_source(profile: dict[str, Any], path: str) -> dict[str, Any]:

@@ -82,7 +82,7 @@ class View:
         Parameter(
             group=VIEWS,
             negative=(),
-            help="KEY=VALUE, such as decode.maxNumSeqs=32, nodes=6, chip=mi325x, profile.reserve.symmetricHeap=16Gi or "
+            help="KEY=VALUE, such as decode.maxNumSeqs=32, nodes=8, chip=mi325x, profile.reserve.symmetricHeap=16Gi or "
             "workload.concurrency=256: show what changes. Can be repeated.",
         ),
     ] = None

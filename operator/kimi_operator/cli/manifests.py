@@ -12,6 +12,7 @@ from kimi_operator.api.base import parse
 from kimi_operator.api.deployment import KimiDeployment
 from kimi_operator.api.profile import HardwareProfile
 from kimi_operator.cli.files import STANDARD_INPUT, Documents, profiles_of, read_objects, refuse_file
+from kimi_operator.errors import InvalidSpec
 from kimi_operator.planner import Architecture, Infeasible, Plan
 from kimi_operator.profiles import architecture, select_profile
 from kimi_operator.profiles.forecast import plan_on
@@ -40,10 +41,13 @@ def read_and_plan(files: list[Path]) -> Planned:
 
 
 def plan_deployment(deployment: KimiDeployment, profiles: Mapping[str, HardwareProfile]) -> Planned:
-    """Plan a deployment. Raises InvalidSpec for an architecture or a profile that nobody knows."""
+    """Plan a deployment. Raises InvalidSpec for sizes that can never be, and for names that nobody knows."""
     chosen = select_profile(deployment.spec, profiles, node_labels=())
     model = architecture(deployment.spec.model.architecture)
-    return Planned(deployment, chosen, model, plan_on(model, deployment.spec, chosen))
+    plan = plan_on(model, deployment.spec, chosen)
+    if isinstance(plan, Infeasible) and plan.is_wrong:
+        raise InvalidSpec(plan.problems)
+    return Planned(deployment, chosen, model, plan)
 
 
 def read_documents(files: Iterable[Path]) -> Documents:

@@ -3,38 +3,48 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kimi_operator.api.base import parse
-from kimi_operator.api.deployment import PrecisionSpec, Role
+from kimi_operator.api.base import dump
+from kimi_operator.api.deployment import KimiDeploymentSpec, Role
 from kimi_operator.api.profile import Device, DType, HardwareProfile
-from kimi_operator.cli.asking import chip_of
+from kimi_operator.cli.asking import Asked, asked_for, make_plan
 from kimi_operator.cli.cost import all_in, check_price, money, without_throughput
 from kimi_operator.cli.document import dumped
 from kimi_operator.cli.figures import number
-from kimi_operator.cli.files import profiles_of
-from kimi_operator.cli.flag_documents import DEPLOYMENT_FLAGS, read_by_flag, workload_document
+from kimi_operator.cli.flag_documents import read_by_flag
 from kimi_operator.cli.flags import DeploymentFlags, WorkloadFlags, refuse
-from kimi_operator.cli.manifests import deployment_of, read_documents
 from kimi_operator.cli.outlook import assumed_lengths
 from kimi_operator.cli.text import refusal_text
-from kimi_operator.errors import InvalidSpec
+from kimi_operator.errors import InvalidSpec, KimiError
 from kimi_operator.planner import Architecture
 from kimi_operator.planner.memory import ExpertFormat, GroupShape
 from kimi_operator.planner.plan import KV_DTYPES
-from kimi_operator.planner.search import Candidate, Search, SearchResult, page_pools, search
+from kimi_operator.planner.search import Candidate, Reason, Refusal, Search, SearchResult, page_pools, search
 from kimi_operator.planner.workload import Workload, read_workload
 from kimi_operator.profiles import architecture, select_profile
 from kimi_operator.profiles.forecast import forecast_of
 from kimi_operator.profiles.support import support_problem, support_warning
 
 SHOWN = 10
-SEARCHED_FLAGS = ("--chip", "--architecture", "--kv-cache")
+SHAPES_SHOWN = 6
+SEARCHED_FLAGS = ("--chip", "--architecture", "--kv-cache", "--max-model-len")
+CHOSEN = ("groups", "nodesPerGroup", "gpusPerNode", "tensorParallel", "maxNumSeqs")
+"""Fields of a role that a search chooses, whatever a manifest states."""
 COLUMNS = {"": 4, "nodes": 5, "prefill": 32, "decode": 32, "maxNumSeqs": 10, "at once": 8, "longest": 9, "tokens/s": 9}
 COST_HEAD = "a million output tokens"
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What the layouts are searched for."""
+
+    workload: Workload
+    num_nodes: int
+    max_model_len: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +52,7 @@ class Found:
     """A search and what it was for."""
 
     profile: str
-    num_nodes: int
-    workload: Workload
+    wanted: Wanted
     result: SearchResult
     no_speed: str
     """Why layouts are not ranked by throughput; empty when they are."""
@@ -52,6 +61,8 @@ class Found:
     """Of a GPU-hour; None when nobody asks for costs."""
     warning: str | None = None
     """What to say of the bundled worker on this hardware; None when it is made for it."""
+    not_kept: tuple[str, ...] = ()
+    """What the manifest states and the search chooses."""
 
     def shown(self, output: str) -> str:
         """The search as text, json or yaml."""
@@ -75,80 +86,111 @@ class Found:
 def answer_search(
     files: list[Path], flags: DeploymentFlags, work: WorkloadFlags, num_nodes: int, price: float | None
 ) -> Found:
-    """Search for --chip or for the manifest's hardware, model and precision. Raises InvalidSpec for bad input."""
+    """Search for --chip or for the manifest's hardware, model, precision and workload. Raises InvalidSpec.
+
+    What a plan calls bad input in a manifest is bad input here too, though the search would choose it.
+    """
     if price is not None:
         check_price(price)
-    documents = read_documents(files)
-    profiles, document = profiles_of(documents), workload_document(work)
     extra = [flag for flag in flags.given if flag not in SEARCHED_FLAGS]
     if extra:
         raise refuse(extra[0], "a flag of one layout", f"{', '.join(SEARCHED_FLAGS)} with --search", "leave it out")
-    if any(each.get("kind") == "KimiDeployment" for _, each in documents):
-        spec = deployment_of(documents, files).spec
-        profile, name, precision = (
-            select_profile(spec, profiles, node_labels=()),
-            spec.model.architecture,
-            spec.precision,
-        )
-    else:
-        profile, name = chip_of(flags, profiles), flags.architecture or "kimi-k3"
-        stated = {"kvCache": flags.kv_cache or "Auto"}
-        precision = read_by_flag(DEPLOYMENT_FLAGS, lambda: parse(PrecisionSpec, stated, "spec.precision"))
-    model = read_by_flag(DEPLOYMENT_FLAGS, lambda: architecture(name))
-    kv = KV_DTYPES.get(precision.kv_cache, profile.spec.runtime.kv_cache_dtype)
-    found = read_by_flag(
-        work.given | {"--search"},
-        lambda: find_layouts(model, profile, kv, _workload(document, profile, model), num_nodes),
-    )
+    asked = asked_for(files, flags, work)
+    if not asked.is_from_flags:
+        make_plan(asked)
+    named = replace(asked, flags=asked.flags | {"--search"})
+    found = read_by_flag(named.flags, lambda: _found(asked, num_nodes), asked.written)
     if price is not None and found.no_speed:
         raise without_throughput(found.no_speed)
-    return dataclasses.replace(found, price=price)
+    not_kept = () if asked.is_from_flags else tuple(_not_kept(asked.deployment.spec))
+    return replace(found, price=price, not_kept=not_kept, result=_named(found.result, named))
 
 
-def _workload(document: Mapping[str, Any], profile: HardwareProfile, model: Architecture) -> Workload:
-    """The stated workload; without lengths, requests of the context that the profile sets aside."""
+def _found(asked: Asked, num_nodes: int) -> Found:
+    spec = asked.deployment.spec
+    profile = select_profile(spec, asked.profiles, node_labels=())
+    model = architecture(spec.model.architecture)
+    kv = KV_DTYPES.get(spec.precision.kv_cache, profile.spec.runtime.kv_cache_dtype)
+    document = asked.workload or ({} if spec.workload is None else dump(spec.workload))
+    longest = min(spec.model.max_model_len or model.max_positions, model.max_positions)
+    workload = _workload(document, min(profile.spec.limits.context_tokens_per_seq, longest))
+    return find_layouts(model, profile, kv, Wanted(workload, num_nodes, spec.model.max_model_len))
+
+
+def _not_kept(spec: KimiDeploymentSpec) -> Iterator[str]:
+    """Fields of the roles that the manifest states, and what it states of maxNumSeqs."""
+    for name in CHOSEN:
+        stated = {role: dump(spec.role(role)).get(name) for role in Role}
+        if name != "maxNumSeqs":
+            yield name
+        elif any(stated.values()):
+            yield f"{name} ({', '.join(f'{value} in {role}' for role, value in stated.items() if value)})"
+
+
+def _named(result: SearchResult, asked: Asked) -> SearchResult:
+    """The same; what is missed or in the way is named as the user wrote it."""
+    ranked = tuple(
+        replace(
+            each,
+            prefill=replace(each.prefill, misses=asked.problems(each.prefill.misses)),
+            decode=replace(each.decode, misses=asked.problems(each.decode.misses)),
+        )
+        for each in result.ranked
+    )
+    shortage = None if result.shortage is None else asked.problems((result.shortage,))[0]
+    return replace(result, ranked=ranked, shortage=shortage)
+
+
+def _workload(document: Mapping[str, Any], context: int) -> Workload:
+    """The stated workload; without lengths, requests of so many tokens."""
     if "prompt" not in document and "output" not in document:
-        prompt, output = assumed_lengths(min(profile.spec.limits.context_tokens_per_seq, model.max_positions))
+        prompt, output = assumed_lengths(context)
         document = {**document, "prompt": prompt, "output": output}
     return read_workload(document)
 
 
-def find_layouts(a: Architecture, profile: HardwareProfile, kv: DType, workload: Workload, num_nodes: int) -> Found:
-    """Search. Raises InvalidSpec when the number of nodes or the workload's lengths are out of range.
+def find_layouts(a: Architecture, profile: HardwareProfile, kv: DType, wanted: Wanted) -> Found:
+    """Search. Raises InvalidSpec when nodes, maxModelLen or the workload's lengths are out of range.
 
-    It raises InvalidSpec too for hardware that the bundled worker cannot run on.
+    It raises KimiError when the bundled worker cannot run on the hardware.
     """
     if unsupported := support_problem(profile):
-        raise InvalidSpec((unsupported,))
-    spec, workload = profile.spec, workload.within(a.max_positions)
+        raise KimiError(str(unsupported))
+    spec = profile.spec
+    longest = min(wanted.max_model_len or a.max_positions, a.max_positions)
+    wanted = replace(wanted, workload=wanted.workload.within(longest))
     is_gpu = spec.runtime.device is Device.CUDA
     request = Search(
         architecture=a,
         profile=spec,
-        workload=workload,
-        num_nodes=num_nodes,
+        workload=wanted.workload,
+        num_nodes=wanted.num_nodes,
+        max_model_len=wanted.max_model_len,
         design=page_pools(a, spec, kv),
         experts=ExpertFormat.MXFP4 if is_gpu else ExpertFormat(spec.runtime.dtype.value),
     )
     no_speed = text = ""
     try:
-        forecast = forecast_of(a, profile, kv, workload)
+        forecast = forecast_of(a, profile, kv, wanted.workload)
     except InvalidSpec as error:
         no_speed = str(error)
     else:
-        request = dataclasses.replace(request, timing=forecast.timing, throughput=forecast.throughput)
+        request = replace(request, timing=forecast.timing, throughput=forecast.throughput)
         text = f"decode: {forecast.decode.text}; prefill: {forecast.prefill.text}"
     name, warning = profile.metadata.name, support_warning(profile)
-    return Found(name, num_nodes, workload, search(request), no_speed, text, price=None, warning=warning)
+    return Found(name, wanted, search(request), no_speed, text, price=None, warning=warning)
 
 
 def search_text(found: Found) -> Iterator[str]:
     """For a terminal."""
-    result, work = found.result, found.workload
+    result, wanted, work = found.result, found.wanted, found.wanted.workload
+    longest = "" if wanted.max_model_len is None else f", requests of up to {wanted.max_model_len:,} (maxModelLen)"
     yield (
-        f"{len(result.ranked)} layouts fit {found.num_nodes} nodes of {found.profile} with prompts of {work.prompt}, "
-        f"answers of {work.output}; {len(result.refused)} shapes of a group do not"
+        f"{len(result.ranked)} layouts fit {wanted.num_nodes} nodes of {found.profile} with prompts of {work.prompt}, "
+        f"answers of {work.output}{longest}; {len({each.shape for each in result.refused})} shapes of a group do not"
     )
+    if found.not_kept:
+        yield f"chosen here, not kept from the manifest: {', '.join(found.not_kept)}"
     if found.warning:
         yield f"warning: {found.warning}"
     if found.no_speed:
@@ -164,13 +206,39 @@ def search_text(found: Found) -> Iterator[str]:
     if len(result.ranked) > SHOWN:
         yield f"  and {len(result.ranked) - SHOWN} more; -o json lists all"
     if result.shortage is not None:
-        yield from refusal_text((result.shortage,), "not enough nodes:")
-    for refusal in result.refused:
-        yield from refusal_text((refusal.problem,), f"refused for {' and '.join(refusal.roles)}:")
+        yield from refusal_text((result.shortage,))
+    yield from map(_refused, _by_reason(result.refused))
+    if result.refused:
+        yield "-o json gives the arithmetic of each shape"
     if found.price is not None:
         yield f"cost at {found.price:g} a GPU-hour, all GPUs over output tokens alone"
     if found.calibrated_on:
         yield f"throughput calibrated on {found.calibrated_on}"
+
+
+def _by_reason(refused: Iterable[Refusal]) -> Iterator[list[Refusal]]:
+    """Refusals of equal reasons together, each shape once; what is nearest to fitting comes first."""
+    groups: dict[Reason, dict[GroupShape, Refusal]] = {}
+    for refusal in refused:
+        groups.setdefault(refusal.reason, {}).setdefault(refusal.shape, refusal)
+    for group in groups.values():
+        yield sorted(group.values(), key=lambda refusal: refusal.missing_bytes)
+
+
+def _refused(group: list[Refusal]) -> str:
+    """One line for all refusals of one reason, with what the nearest to fitting asks for."""
+    first, num = group[0], len(group)
+    names = ", ".join(map(_named_shape, group[:SHAPES_SHOWN]))
+    more = f" and {num - SHAPES_SHOWN} more" if num > SHAPES_SHOWN else ""
+    shapes, whose = ("shape", "") if num == 1 else ("shapes", "of the first ")
+    told = f"{first.reason}: {whose}expected {first.problem.expected}; {first.problem.remedy}"
+    return f"refused {num} {shapes} of a group ({names}{more}): {told}"
+
+
+def _named_shape(refusal: Refusal) -> str:
+    shape = refusal.shape
+    size = f"{shape.nodes} x {shape.gpus_per_node} GPUs"
+    return size if refusal.reason is Reason.UNEVEN else f"{size} TP{shape.tensor_parallel}"
 
 
 def _cells(place: int, candidate: Candidate) -> tuple[str, ...]:
@@ -206,7 +274,9 @@ def search_document(found: Found) -> dict[str, Any]:
         "feasible": bool(result.ranked),
         "meets_workload": found.fits,
         "profile": found.profile,
-        "nodes": found.num_nodes,
+        "nodes": found.wanted.num_nodes,
+        "max_model_len": found.wanted.max_model_len,
+        "not_kept": list(found.not_kept),
         "objective": result.objective,
         "warnings": [found.warning] if found.warning else [],
         "calibrated_on": found.calibrated_on or found.no_speed,
@@ -224,7 +294,12 @@ def search_document(found: Found) -> dict[str, Any]:
             for candidate in result.ranked
         ],
         "refused": [
-            {"roles": list(map(str, refusal.roles)), "shape": str(refusal.shape), **dataclasses.asdict(refusal.problem)}
+            {
+                "roles": list(map(str, refusal.roles)),
+                "shape": str(refusal.shape),
+                "reason": str(refusal.reason),
+                **dataclasses.asdict(refusal.problem),
+            }
             for refusal in result.refused
         ],
         "shortage": None if result.shortage is None else dataclasses.asdict(result.shortage),

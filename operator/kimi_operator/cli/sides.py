@@ -12,6 +12,7 @@ from kimi_operator.cli.changes import (
     changes,
     deployment_inputs,
     edited,
+    heading,
     markdown_table,
     named,
     read_edited,
@@ -67,7 +68,7 @@ def what_if(asked: Asked, edits: list[str], price: float | None, output: str) ->
         after = _side(make_plan(other), other, price)
     except InvalidSpec as error:
         raise named(error, "--what-if") from error
-    heads = ("before", ", ".join(edits))
+    heads = ("before", heading(edits, deployment.spec))
     return _changes((_side(first, asked, price), after), heads, output, is_whole=False)
 
 

@@ -30,18 +30,22 @@ class Demand:
     timing: TimingOf | None
     warnings: tuple[str, ...] = ()
 
+    def too_long(self, s: Settings) -> tuple[Problem, ...]:
+        """Lengths that the model could serve, but not under the stated maxModelLen."""
+        return check_lengths(self.workload, longest_of(s), FIELD, "spec.model.maxModelLen")
+
 
 def read_demand(s: Settings, speed: Speed | None) -> Demand | None:
-    """What the spec asks for, None when it does not say. Raises InvalidSpec for what no plan can serve.
+    """What the spec asks for, None when it does not say. Raises InvalidSpec for what the model cannot serve.
 
     Times are asked for only where the workload has targets; without an answer, targets are left aside with a warning.
     """
     if s.spec.workload is None:
         return None
-    workload, longest = workload_of(s.spec.workload, FIELD), _longest(s)
-    if problems := check_lengths(workload, longest, FIELD):
+    workload = workload_of(s.spec.workload, FIELD)
+    if problems := check_lengths(workload, s.architecture.max_positions, FIELD):
         raise InvalidSpec(problems)
-    workload = workload.within(longest)
+    workload = workload.within(longest_of(s))
     if workload.ttft_s is None and workload.tpot_s is None:
         return Demand(workload, None)
     if speed is None:
@@ -82,7 +86,7 @@ def _case(s: Settings, room: Room, demand: Demand, slots: int | None) -> Case:
         lanes=room.shape.lanes * role_spec.groups,
         budget=Budget(s.profile.gpu.memory, room.lines, pool),
         most_seqs=role_spec.max_num_seqs or s.profile.limits.max_num_seqs,
-        max_positions=_longest(s),
+        max_positions=longest_of(s),
         timing=None if demand.timing is None else demand.timing(room.shape, room.role),
         longest=s.longest,
     )
@@ -119,6 +123,7 @@ def _held(solution: Solution) -> int:
     return min(bound.max_num_seqs for bound in solution.bounds if bound.limit.is_memory)
 
 
-def _longest(s: Settings) -> int:
+def longest_of(s: Settings) -> int:
+    """Tokens that a request may have: what is stated, else what the model was made for."""
     longest = s.architecture.max_positions
     return min(s.spec.model.max_model_len or longest, longest)

@@ -17,17 +17,16 @@ def check_layout(a: Architecture, spec: KimiDeploymentSpec, profile: HardwarePro
     """Everything about numbers that do not divide or that exceed a bound."""
     problems = [problem for role in Role for problem in _check_role(a, role, spec.role(role), profile)]
     problems += _check_roles_agree(spec)
-    length = spec.model.max_model_len
-    if length is not None and length > a.max_positions:
-        problems.append(
-            Problem(
-                "spec.model.maxModelLen",
-                f"{length:,}",
-                f"at most {a.max_positions:,}, which {a.name} was made for",
-                f"lower it to {a.max_positions:,} or less",
-            )
-        )
-    return tuple(problems)
+    return (*problems, *check_longest(a, spec.model.max_model_len))
+
+
+def check_longest(a: Architecture, max_model_len: int | None) -> tuple[Problem, ...]:
+    """A longest request beyond the model's."""
+    if max_model_len is None or max_model_len <= a.max_positions:
+        return ()
+    expected = f"at most {a.max_positions:,}, which {a.name} was made for"
+    remedy = f"lower it to {a.max_positions:,} or less"
+    return (Problem("spec.model.maxModelLen", f"{max_model_len:,}", expected, remedy),)
 
 
 def sizes_split_by_lane(a: Architecture) -> dict[str, int]:

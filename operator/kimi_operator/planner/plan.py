@@ -92,6 +92,8 @@ class Infeasible:
     """Why no plan exists; each problem names a field, its value, what is needed and the nearest remedy."""
 
     problems: tuple[Problem, ...]
+    is_wrong: bool = False
+    """Sizes that contradict the model, the profile's nodes or each other: no memory would make a plan of them."""
 
     def __str__(self) -> str:
         return "; ".join(str(problem) for problem in self.problems)
@@ -123,8 +125,10 @@ def make_plan(
     except InvalidSpec as error:
         problems += error.problems
     if problems:
-        return Infeasible(problems)
+        return Infeasible(problems, is_wrong=True)
     if demand is not None:
+        if too_long := demand.too_long(settings):
+            return Infeasible(too_long)
         settings = holding(settings, demand.workload)
     cuts = [_cut(settings, role, demand) for role in Role]
     problems = tuple(cut for cut in cuts if isinstance(cut, Problem))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import StrEnum
 
 from kimi_operator.api.deployment import Role
 from kimi_operator.errors import Problem
@@ -15,13 +16,24 @@ from kimi_operator.planner.tensors import tensor_table, total_bytes
 from kimi_operator.planner.units import bytes_text
 
 
+class Reason(StrEnum):
+    """What all refusals of a kind have in common."""
+
+    MEMORY = "too little memory a GPU"
+    LONGEST = "pages for less than the longest request"
+    UNEVEN = "ranks that do not divide the experts"
+
+
 @dataclass(frozen=True, slots=True)
 class Refusal:
     """A shape that cannot be a group of these roles."""
 
     roles: tuple[Role, ...]
     shape: GroupShape
+    reason: Reason
     problem: Problem
+    missing_bytes: int = 0
+    """Of a GPU's memory, where that is the reason."""
 
 
 def refusals(request: Search) -> Iterator[Refusal]:
@@ -39,20 +51,23 @@ def _uneven(request: Search, nodes: int) -> Refusal:
     allowed = [n for n in range(1, request.num_nodes + 1) if shapes_of(request, n)]
     remedy = f"use groups of {allowed} nodes" if allowed else "use another number of GPUs a node"
     expected = f"ranks that divide the {a.num_experts} experts of {a.name}"
-    return Refusal(tuple(Role), shape, Problem(f"{nodes} nodes a group", f"{shape.ranks} ranks", expected, remedy))
+    problem = Problem(f"{nodes} nodes a group", f"{shape.ranks} ranks", expected, remedy)
+    return Refusal(tuple(Role), shape, Reason.UNEVEN, problem)
 
 
 def _refusals_of(request: Search, shape: GroupShape) -> Iterator[Refusal]:
     """One refusal when the GPU's memory is too small for either role, else one a role."""
-    if request.budget(shape).overflow() is not None:
+    if (overflow := request.budget(shape).overflow()) is not None:
         problem = request.outcome(Role.DECODE, shape, 1)
         assert isinstance(problem, Problem)
-        yield Refusal(tuple(Role), shape, _explained(request, Role.DECODE, shape, problem, f"a group of {shape}"))
+        problem = _explained(request, Role.DECODE, shape, problem, f"a group of {shape}")
+        yield Refusal(tuple(Role), shape, Reason.MEMORY, problem, overflow.missing)
         return
     for role in Role:
         problem = request.outcome(role, shape, 1)
         if isinstance(problem, Problem):
-            yield Refusal((role,), shape, _explained(request, role, shape, problem, f"a {role} group of {shape}"))
+            problem = _explained(request, role, shape, problem, f"a {role} group of {shape}")
+            yield Refusal((role,), shape, Reason.LONGEST, problem)
 
 
 def _explained(request: Search, role: Role, shape: GroupShape, problem: Problem, field: str) -> Problem:

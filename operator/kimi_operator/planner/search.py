@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from kimi_operator.api.deployment import Role
 from kimi_operator.errors import InvalidSpec, Problem
 from kimi_operator.planner.case import Limit, Solution
-from kimi_operator.planner.layout import MAX_NODES
-from kimi_operator.planner.refusals import Refusal, refusals, shortage
+from kimi_operator.planner.layout import MAX_NODES, check_longest
+from kimi_operator.planner.refusals import Reason, Refusal, refusals, shortage
 from kimi_operator.planner.space import Layout, Search, block_pools, layouts, page_pools
 from kimi_operator.planner.workload import check_lengths
 
-__all__ = ["Candidate", "Layout", "Refusal", "Search", "SearchResult", "block_pools", "page_pools", "search"]
+__all__ = ["Candidate", "Layout", "Reason", "Refusal", "Search", "SearchResult", "block_pools", "page_pools", "search"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,22 +51,28 @@ class SearchResult:
     ranked: tuple[Candidate, ...]
     refused: tuple[Refusal, ...]
     shortage: Problem | None
-    """Why nothing is ranked, when it is for want of nodes."""
+    """Why nothing is ranked: for want of nodes, or for requests beyond the stated maxModelLen."""
 
 
 def search(request: Search) -> SearchResult:
     """All layouts on at most `num_nodes` nodes: those that meet the workload first, then by throughput or capacity.
 
-    Raises InvalidSpec when the number of nodes or the workload's lengths are out of range.
+    Raises InvalidSpec when the number of nodes, maxModelLen or the workload's lengths are out of range.
     """
-    problems = (*_check_nodes(request.num_nodes), *check_lengths(request.workload, request.architecture.max_positions))
+    a = request.architecture
+    problems = (
+        *_check_nodes(request.num_nodes),
+        *check_longest(a, request.max_model_len),
+        *check_lengths(request.workload, a.max_positions),
+    )
     if problems:
         raise InvalidSpec(problems)
-    ranked = sorted(_candidates(request), key=_rank)
     objective = "requests of the workload that decode can run at once" if request.throughput is None else "throughput"
-    return SearchResult(
-        f"targets met, then {objective}, then fewest nodes", tuple(ranked), tuple(refusals(request)), shortage(request)
-    )
+    objective = f"targets met, then {objective}, then fewest nodes"
+    for problem in check_lengths(request.workload, request.longest, limit="spec.model.maxModelLen"):
+        return SearchResult(objective, (), (), problem)
+    ranked = sorted(_candidates(request), key=_rank)
+    return SearchResult(objective, tuple(ranked), tuple(refusals(request)), shortage(request))
 
 
 def _check_nodes(num_nodes: int) -> Iterator[Problem]:

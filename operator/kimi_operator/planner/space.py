@@ -71,6 +71,8 @@ class Search:
     design: Callable[[int], PoolDesign]
     """tensorParallel -> how a GPU's pool is cut: `page_pools` or `block_pools`."""
     experts: ExpertFormat = ExpertFormat.MXFP4
+    max_model_len: int | None = None
+    """Tokens that a request may have and both roles must hold, where they are stated."""
     pool_bytes: int | None = None
     """Of a GPU, where a pool is stated, as vLLM takes it; no command states one."""
     timing: Callable[[GroupShape, int], Timing] | None = None
@@ -99,9 +101,14 @@ class Search:
         lines += reserve_lines(self.profile)
         return Budget(self.profile.gpu.memory, lines, self.design(shape.tensor_parallel), self.pool_bytes)
 
+    @property
+    def longest(self) -> int:
+        """Tokens that a request may have: what is stated, else what the model was made for."""
+        return min(self.max_model_len or self.architecture.max_positions, self.architecture.max_positions)
+
     @cached_property
     def _served(self) -> Workload:
-        return self.workload.within(self.architecture.max_positions)
+        return self.workload.within(self.longest)
 
     def _case(self, role: Role, shape: GroupShape, groups: int) -> Case:
         return Case(
@@ -110,8 +117,9 @@ class Search:
             lanes=groups * shape.lanes,
             budget=self.budget(shape),
             most_seqs=self.profile.limits.max_num_seqs,
-            max_positions=self.architecture.max_positions,
+            max_positions=self.longest,
             timing=None if self.timing is None else self.timing(shape, groups),
+            longest=self.max_model_len or 1,
         )
 
 

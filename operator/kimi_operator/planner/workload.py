@@ -197,21 +197,24 @@ def _number_is_fixed(value: object) -> object:
     return {"fixed": value} if isinstance(value, int) and not isinstance(value, bool) else value
 
 
-def check_lengths(workload: Workload, max_positions: int, where: str = "workload") -> tuple[Problem, ...]:
-    """Lengths that the model was not made for. The tail of a log-normal may be longer: it is cut, not refused.
+def check_lengths(
+    workload: Workload, max_positions: int, where: str = "workload", limit: str = "the model's longest sequence"
+) -> tuple[Problem, ...]:
+    """Lengths beyond `limit`, as it is called: what the model was made for, or less.
 
-    What is stated is served: the longest of lengths without a tail, and the median of those with one, together.
+    The tail of a log-normal may be longer: it is cut, not refused. What is stated is served: the longest of lengths
+    without a tail, and the median of those with one, together.
     """
     problems = []
     for field, lengths in (("prompt", workload.prompt), ("output", workload.output)):
         if lengths.stated >= max_positions:
-            expected = f"less than {max_positions:,} tokens, the model's longest sequence"
+            expected = f"less than {max_positions:,} tokens, {limit}"
             problems.append(Problem(f"{where}.{field}", str(lengths), expected, f"lower it below {max_positions:,}"))
     together = workload.prompt.stated + workload.output.stated
     if not problems and together > max_positions:
         at_median = ", tails at their median" if workload.decode_tokens.has_tail else ""
         got = f"{workload.prompt} and {workload.output}: {together:,} together{at_median}"
-        expected = f"at most {max_positions:,} tokens, the model's longest sequence"
+        expected = f"at most {max_positions:,} tokens, {limit}"
         which = "median" if workload.prompt.has_tail else "longest"
         remedy = f"lower the {which} prompt to {max_positions - workload.output.stated:,}"
         problems.append(Problem(f"{where}.prompt", got, expected, remedy))

@@ -9,7 +9,7 @@ from kimi_operator.api import KimiDeployment, Role, parse
 from kimi_operator.api.profile import HardwareProfile
 from kimi_operator.cli.manifests import plan_deployment
 from kimi_operator.cli.outlook import Outlook, Speed, contexts, look_ahead
-from kimi_operator.cli.search import find_layouts
+from kimi_operator.cli.search import Wanted, find_layouts
 from kimi_operator.planner import Infeasible, Plan
 from kimi_operator.planner.case import Solution
 from kimi_operator.planner.memory import GroupShape
@@ -69,7 +69,7 @@ def test_smaller_steps_of_prefill_slow_the_curve_that_prefill_binds() -> None:
 @pytest.mark.parametrize(("prompt", "output"), [(20_000, 100), (1000, 2000)])
 def test_a_search_promises_the_tokens_of_the_plan(concurrency: int | None, prompt: int, output: int) -> None:
     work = {"prompt": prompt, "output": output} | ({} if concurrency is None else {"concurrency": concurrency})
-    found = find_layouts(K3, MI300X, MI300X.spec.runtime.kv_cache_dtype, read_workload(work), 4)
+    found = find_layouts(K3, MI300X, MI300X.spec.runtime.kv_cache_dtype, Wanted(read_workload(work), 4))
     wanted = GroupShape(2, 8, 2)
     (same,) = (each for each in found.result.ranked if each.layout == Layout(wanted, 1, wanted, 1))
     assert same.throughput == pytest.approx(speed_on(MI300X, work).at.tokens_per_second.value)

@@ -105,10 +105,10 @@ def test_without_a_named_image_another_version_is_another_revision(run: Run) -> 
 
 
 def test_render_refuses_what_does_not_fit(run: Run, tmp_path: Path) -> None:
-    path = edited(tmp_path, MI300X, lambda document: document["spec"]["decode"].update(nodesPerGroup=3))
+    path = edited(tmp_path, MI300X, lambda document: document["spec"]["decode"].update(nodesPerGroup=1))
     status, out, err = run("render", "-f", path)
     assert (status, out) == (1, "")
-    assert "spec.decode.nodesPerGroup: got 3" in err
+    assert "use the nearest layout that fits: 2 x 8 GPUs" in err
 
 
 @pytest.mark.parametrize(

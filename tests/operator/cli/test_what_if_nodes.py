@@ -1,0 +1,51 @@
+"""`kimictl plan --what-if nodes=N`: both roles grow in their proportion, or the fields to set are named."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+MI300X = Path(__file__).resolve().parents[3] / "examples" / "mi300x-2p2d.yaml"
+Run = Callable[..., tuple[int, str, str]]
+
+
+def groups_of(run: Run, *arguments: object) -> tuple[str, dict[str, str]]:
+    """The heading of what was edited, and what became of the groups of the roles that changed."""
+    status, out, err = run("plan", *arguments, "-o", "json")
+    assert (status, err) == (0, "")
+    found = json.loads(out)
+    return found["after"], {row["key"]: row["after"] for row in found["changes"] if row["key"].endswith(".groups")}
+
+
+def test_two_and_two_nodes_become_four_and_four(run: Run) -> None:
+    heading, groups = groups_of(run, "-f", MI300X, "--what-if", "nodes=8")
+    assert heading == "nodes=8 (4 prefill, 4 decode)"
+    assert groups == {"prefill.groups": "2", "decode.groups": "2"}
+
+
+@pytest.mark.parametrize(("nodes", "prefill", "decode"), [(16, 4, 12), (24, 6, 18)])
+def test_unequal_roles_keep_their_proportion(run: Run, nodes: int, prefill: int, decode: int) -> None:
+    flags = ("--chip", "mi300x", "--prefill-groups", 1, "--decode-groups", 3)
+    heading, groups = groups_of(run, *flags, "--what-if", f"nodes={nodes}")
+    assert heading == f"nodes={nodes} ({prefill} prefill, {decode} decode)"
+    assert groups == {"prefill.groups": str(prefill // 2), "decode.groups": str(decode // 2)}
+
+
+def test_fewer_nodes_are_fewer_groups_of_both(run: Run) -> None:
+    flags = ("--chip", "mi300x", "--prefill-groups", 2, "--decode-groups", 2)
+    heading, groups = groups_of(run, *flags, "--what-if", "nodes=4")
+    assert heading == "nodes=4 (2 prefill, 2 decode)"
+    assert groups == {"prefill.groups": "1", "decode.groups": "1"}
+
+
+@pytest.mark.parametrize("nodes", [6, 2, 0, -4])
+def test_a_proportion_that_is_not_whole_is_refused_with_the_keys_to_set(run: Run, nodes: int) -> None:
+    status, out, err = run("plan", "-f", MI300X, "--what-if", f"nodes={nodes}")
+    assert (status, out) == (2, "")
+    assert f"got {nodes}, expected a multiple of 4: whole groups of both roles in the proportion 2 prefill" in err
+    assert "set prefill.groups (now 1 of 2 nodes) and decode.groups (now 1 of 2 nodes) instead" in err
+    _, groups = groups_of(run, "-f", MI300X, "--what-if", "decode.groups=2")
+    assert groups == {"decode.groups": "2"}
