@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from kimi_operator.api.deployment import Role
 from kimi_operator.cli.cost import Cost, price_text, rows
@@ -72,7 +72,7 @@ def _predictions(outlook: Outlook) -> Iterator[str]:
         yield f"- prefill calibrated on: {cell(speed.prefill.calibrated_on)}"
 
 
-def table(head: tuple[str, ...], body: Iterable[tuple[str, ...]]) -> Iterator[str]:
+def table(head: Sequence[str], body: Iterable[Sequence[str]]) -> Iterator[str]:
     """A table of texts, none of which can end a cell."""
     yield f"| {' | '.join(map(cell, head))} |"
     yield "|" + "---|" * len(head)

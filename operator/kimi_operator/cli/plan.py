@@ -14,7 +14,7 @@ OUTPUTS: dict[str, tuple[Output, ...]] = {
     "--compare": ("text", "json", "yaml", "markdown"),
     "--what-if": ("text", "json", "yaml", "markdown"),
     "--search": ("text", "json", "yaml"),
-    "--explain": ("text", "json", "yaml"),
+    "--explain": ("text", "json", "yaml", "markdown"),
 }
 """Forms of the views that have not all of them."""
 

@@ -17,6 +17,8 @@ from kimi_operator.errors import Problem
 from kimi_operator.planner import Infeasible
 
 FITS, DOES_NOT_FIT = 0, 1
+EXPLAINED = ("key", "text", "means", "formula", "values", "source")
+"""Columns of an explanation."""
 Answer: TypeAlias = tuple[str, int]
 Flags: TypeAlias = tuple[DeploymentFlags, WorkloadFlags, View]
 
@@ -90,4 +92,9 @@ def _explained(outlook: Outlook, cost: Cost | None, wanted: str, output: str) ->
     found = find_figures(explained_figures(outlook, cost), wanted)
     if output == "text":
         return lines(explanation(found))
-    return dumped(explanation_document(found), output)
+    document = explanation_document(found)
+    if output == "markdown":
+        from kimi_operator.cli.markdown import table  # noqa: PLC0415
+
+        return lines(table(EXPLAINED, ([figure[name] for name in EXPLAINED] for figure in document["figures"])))
+    return dumped(document, output)
