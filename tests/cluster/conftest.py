@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from kimi_localcluster.cluster import Cluster
-from kimi_localcluster.testing import temporary_namespace
+from kimi_localcluster.testing import telling, temporary_namespace
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = {ROOT / "examples/tiny-k3": "/opt/kimi/tiny-k3"}
@@ -25,14 +25,16 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
 
     KIMI_TEST_CLUSTER names a running cluster to use instead, which saves its start while a test is being written.
     """
-    if running := os.environ.get("KIMI_TEST_CLUSTER"):
-        yield Cluster.attach(running)
+    capture = request.config.pluginmanager.getplugin("capturemanager")
+    if name := os.environ.get("KIMI_TEST_CLUSTER"):
+        running = Cluster.attach(name)
+        with telling(running, capture):
+            yield running
         return
     # A first start builds Kubernetes: its progress must be seen.
-    capture = request.config.pluginmanager.getplugin("capturemanager")
     with capture.global_and_fixture_disabled():
         started = Cluster.up(f"test-{os.getpid()}", folders=FOLDERS, is_tied=True)
-    with started:
+    with started, telling(started, capture):
         yield started
 
 

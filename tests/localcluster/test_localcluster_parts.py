@@ -335,6 +335,38 @@ def test_wait_for_reports_the_last_look() -> None:
         Here().wait_for("a thing", list, timeout_s=0)
 
 
+SILENT_TEST = """
+import sys, threading
+sys.path.insert(0, {folder!r})
+from test_localcluster_parts import Here
+from kimi_localcluster.testing import telling
+
+def test_silent(request):
+    here = Here()
+    with telling(here, request.config.pluginmanager.getplugin("capturemanager"), every_s=0.2):
+        looks = iter(range(4))
+        here.wait_for("the fourth look", lambda: here.exec(["sleep", "0.1"]) and next(looks) == 3)
+        here.exec(["sh", "-c", "true;\\nsleep 1"])
+        print("kept until the test fails")
+"""
+
+
+@pytest.mark.parametrize("workers", [[], ["-n", "1"]])
+def test_a_test_that_waits_says_for_what_past_pytests_capture(tmp_path: Path, workers: list[str]) -> None:
+    """Also from a worker of `pytest -n`; a look's own commands are not told in place of what is awaited."""
+    (tmp_path / "test_it.py").write_text(SILENT_TEST.format(folder=str(Path(__file__).parent)))
+    argv = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *workers, "--rootdir", str(tmp_path)]
+    done = subprocess.run([*argv, str(tmp_path)], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = {line.rpartition(" (")[0] for line in done.stderr.splitlines()}
+    assert told >= {
+        "test_silent (call): waiting for the fourth look",
+        "test_silent (call): running sh -c true; sleep 1",
+    }
+    assert not any("sleep 0.1" in line for line in told)
+    assert "kept" not in done.stdout + done.stderr
+
+
 def test_command_that_hangs_is_ended_with_its_children(tmp_path: Path) -> None:
     with pytest.raises(LocalClusterError, match="did not end within"):
         Here().exec(["sh", "-c", f"sleep 1000 & echo $! > {tmp_path}/child; wait"], timeout_s=0.5)

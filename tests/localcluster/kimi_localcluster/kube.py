@@ -9,13 +9,15 @@ import signal
 import subprocess
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
 
 from kimi_localcluster.errors import CommandError, LocalClusterError, WaitTimeoutError
+from kimi_localcluster.progress import Step
 
 T = TypeVar("T")
 Manifest = Mapping[str, Any] | Sequence[Mapping[str, Any]] | str | Path
@@ -25,6 +27,9 @@ POLL_S = 0.3
 class Kube(ABC):
     """A cluster that can be talked to."""
 
+    doing: Step | None = None
+    """What a caller waits for now."""
+
     @abstractmethod
     def command(self, argv: Sequence[str], node: int | None = None) -> list[str]:
         """The command line that runs `argv` where the cluster is reachable, or on one of its nodes."""
@@ -32,6 +37,18 @@ class Kube(ABC):
     @abstractmethod
     def command_env(self) -> dict[str, str]:
         """Environment for such commands: KUBECONFIG, and PATH with the cluster's programs."""
+
+    @contextmanager
+    def step(self, what: str) -> Iterator[None]:
+        """Name what goes on while the block runs, unless it is part of a step that has a name."""
+        if self.doing:
+            yield
+            return
+        self.doing = Step(what, None)
+        try:
+            yield
+        finally:
+            self.doing = None
 
     def popen(self, argv: Sequence[str], *, node: int | None = None, **options: Any) -> subprocess.Popen[Any]:
         """Start a command there; `options` are those of subprocess.Popen. End it with `end_process`.
@@ -55,7 +72,8 @@ class Kube(ABC):
         pipe = subprocess.PIPE
         process = self.popen(argv, node=node, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=dict(env or {}))
         try:
-            out, err = process.communicate(stdin, timeout=timeout_s)
+            with self.step(f"running {' '.join(argv)}"):
+                out, err = process.communicate(stdin, timeout=timeout_s)
         except subprocess.TimeoutExpired:
             raise LocalClusterError(f"`{' '.join(argv)}` did not end within {timeout_s:g} s") from None
         finally:
@@ -121,6 +139,10 @@ class Kube(ABC):
         A CommandError inside the probe counts as "not yet". Raises WaitTimeoutError that says `what` was awaited and
         what the probe last returned or raised.
         """
+        with self.step(f"waiting for {what}"):
+            return self._wait_for(what, probe, timeout_s)
+
+    def _wait_for(self, what: str, probe: Callable[[], T | None], timeout_s: float) -> T:
         deadline = time.monotonic() + timeout_s
         while True:
             last: object

@@ -61,6 +61,11 @@ def go_modules() -> Path:
     return Path(__file__).resolve().parents[1] / "go"
 
 
+def current_test() -> str:
+    """Name of the test that runs, and whether it is set up, called or torn down; pytest keeps it for others to read."""
+    return os.environ.get("PYTEST_CURRENT_TEST", "no test").rpartition("::")[2]
+
+
 def environment(**changes: str) -> dict[str, str]:
     """This process's environment with changes, for child processes."""
     return {**os.environ, **changes}

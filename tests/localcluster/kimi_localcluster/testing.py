@@ -2,10 +2,47 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from kimi_localcluster.kube import Kube
+from kimi_localcluster.paths import current_test
+from kimi_localcluster.progress import format_seconds
+
+TELL_EVERY_S = 30.0
+MAX_STEP_CHARS = 120
+
+
+@contextmanager
+def telling(cluster: Kube, capture: Any, *, every_s: float = TELL_EVERY_S) -> Iterator[None]:
+    """While the block runs, say now and then which test runs and what it waits for.
+
+    It goes to the standard error that the test run was started with, past pytest's capture (its plugin
+    "capturemanager"): a worker of `pytest -n` shares that with the run itself.
+    """
+    with capture.global_and_fixture_disabled():
+        stderr = os.dup(2)
+    ended = threading.Event()
+
+    def tell() -> None:
+        while not ended.wait(every_s):
+            step = cluster.doing
+            words = " ".join(step.title.split())[:MAX_STEP_CHARS] if step else "between two steps"
+            time = f" ({format_seconds(step.elapsed_s)})" if step else ""
+            # On a line of its own, for dots may stand before it.
+            os.write(stderr, f"\n{current_test()}: {words}{time}\n".encode())
+
+    teller = threading.Thread(target=tell, daemon=True)
+    teller.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        teller.join()
+        os.close(stderr)
 
 
 @contextmanager
