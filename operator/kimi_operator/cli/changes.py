@@ -186,20 +186,19 @@ def changes(before: Iterable[Figure], after: Iterable[Figure]) -> list[Change]:
 
 
 def table(rows: list[Change], heads: tuple[str, str]) -> Iterator[str]:
-    """For a terminal; what differs is marked where not everything does."""
-    shown = [("", "", *heads)] + [("*" if row.is_changed else " ", row.key, row.before, row.after) for row in rows]
-    widths = [min(WIDEST, max(len(line[column]) for line in shown)) for column in range(3)]
+    """For a terminal."""
+    shown = [("", *heads)] + [(row.key, row.before, row.after) for row in rows]
+    widths = [min(WIDEST, max(len(line[column]) for line in shown)) for column in range(2)]
     for line in shown:
-        yield "  ".join((*(cell.ljust(w) for cell, w in zip(line[:3], widths, strict=True)), line[3])).rstrip()
+        yield "  ".join((*(cell.ljust(w) for cell, w in zip(line[:2], widths, strict=True)), line[2])).rstrip()
 
 
 def markdown_table(rows: list[Change], heads: tuple[str, str]) -> Iterator[str]:
-    """The same in Markdown; what differs is bold."""
+    """The same in Markdown."""
     yield f"| figure | {heads[0]} | {heads[1]} |"
     yield "|---|---|---|"
     for row in rows:
-        key = f"**{row.key}**" if row.is_changed else row.key
-        yield f"| {key} | {_cell(row.before)} | {_cell(row.after)} |"
+        yield f"| {row.key} | {_cell(row.before)} | {_cell(row.after)} |"
 
 
 def _cell(text: str) -> str:

@@ -89,15 +89,22 @@ def compare(
 
 
 def _changes(sides: tuple[_Side, _Side], heads: tuple[str, str], output: str, *, is_whole: bool) -> Answer:
-    """Both sides, or only what differs; figures of one side alone say nothing, so then the verdict stands alone."""
+    """What differs, and of two whole plans the verdict; for scripts what is equal too.
+
+    Figures of one side alone say nothing, so then the verdict stands alone.
+    """
     before, after = sides
     rows = changes(before.figures, after.figures) if before.figures and after.figures else []
-    rows = [Change("fits", before.text, after.text), *rows]
-    rows = [row for row in rows if is_whole or row.is_changed]
+    verdict, differing = Change("fits", before.text, after.text), [row for row in rows if row.is_changed]
     status = DOES_NOT_FIT if after.problems or (is_whole and before.problems) else FITS
+    head = [verdict] if is_whole or verdict.is_changed else []
     if output in ("json", "yaml"):
-        listed = [{"key": row.key, "before": row.before, "after": row.after} for row in rows]
+        shown = [*head, *(rows if is_whole else differing)]
+        listed = [{"key": row.key, "before": row.before, "after": row.after} for row in shown]
         return dumped({"before": heads[0], "after": heads[1], "changes": listed}, output), status
-    if not rows:
-        return "nothing changes\n", status
-    return lines(markdown_table(rows, heads) if output == "markdown" else table(rows, heads)), status
+    shown, text = [*head, *differing], []
+    if shown:
+        text = [*(markdown_table if output == "markdown" else table)(shown, heads)]
+    if is_whole and rows:
+        text += ["", f"{len(rows) - len(differing)} other figures are equal; -o json lists them"]
+    return lines(text or ["nothing changes"]), status

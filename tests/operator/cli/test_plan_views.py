@@ -109,14 +109,23 @@ def test_a_load_changes_what_is_predicted_for_it(document: Document) -> None:
 # --compare
 
 
-def test_compare_shows_both_plans_and_marks_what_differs(run: Run) -> None:
+def test_compare_shows_what_differs_and_counts_the_rest(run: Run, document: Document) -> None:
+    found = changes_of(document("--compare", MI300X, MI325X))
+    equal = {key for key, (before, after) in found.items() if before == after}
+    assert {"gpus", "fits", "decode.routed experts"} <= equal, "scripts get all"
     status, out, _ = run("plan", "--compare", MI300X, MI325X)
-    lines = out.splitlines()
+    head, *rows, empty, count = out.splitlines()
+    assert (status, head.split(), empty) == (0, [str(MI300X), str(MI325X)], "")
+    assert [row.split("  ")[0] for row in rows] == ["fits", *(key for key in found if key not in equal)]
+    assert count == f"{len(equal) - 1} other figures are equal; -o json lists them"
+
+
+def test_compare_of_equal_plans_says_so(run: Run) -> None:
+    status, out, _ = run("plan", "--compare", MI300X, MI300X)
     assert status == 0
-    assert lines[0].split() == [str(MI300X), str(MI325X)]
-    marked = {line[1:].split()[0]: line.startswith("*") for line in lines[1:]}
-    assert marked["decode.maxNumSeqs"]
-    assert not marked["gpus"]
+    assert [line.split()[0] for line in out.splitlines()[1:2]] == ["fits"]
+    assert re.fullmatch(r"[0-9]{2} other figures are equal; -o json lists them", out.splitlines()[-1])
+    assert len(out.splitlines()) == 4
 
 
 def test_compare_with_one_that_does_not_fit_exits_1(run: Run, tmp_path: Path) -> None:
@@ -132,7 +141,9 @@ def test_compare_with_one_that_does_not_fit_exits_1(run: Run, tmp_path: Path) ->
 
 def test_compare_as_markdown_is_a_table(run: Run) -> None:
     _, out, _ = run("plan", "--compare", MI300X, MI325X, "-o", "markdown")
-    assert {line.count("|") for line in out.splitlines()} == {4}
+    *rows, _, count = out.splitlines()
+    assert {line.count("|") for line in rows} == {4}
+    assert "other figures are equal" in count
 
 
 # --cost
