@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kimi_operator.api.base import dump, parse
-from kimi_operator.api.deployment import KimiDeployment
+from kimi_operator.api.deployment import KimiDeployment, Role
 from kimi_operator.api.profile import HardwareProfile
 from kimi_operator.cli.files import profiles_of
 from kimi_operator.cli.flag_documents import (
@@ -27,9 +27,14 @@ from kimi_operator.cli.manifests import Planned, deployment_of, plan_deployment,
 from kimi_operator.cli.outlook import Outlook, assumed_workload, look_ahead
 from kimi_operator.errors import InvalidSpec, Problem
 from kimi_operator.planner import Plan
+from kimi_operator.planner.case import Solution
 from kimi_operator.planner.demand import FIELD
+from kimi_operator.planner.elsewhere import with_remedies
+from kimi_operator.planner.space import Search, page_pools
+from kimi_operator.planner.targets import TARGETS
 from kimi_operator.planner.workload import Workload, check_lengths, read_workload, workload_of
 from kimi_operator.profiles import architecture
+from kimi_operator.profiles.forecast import forecast_of
 
 WorkloadDocument = Mapping[str, Any]
 LENGTHS = ("prompt", "output")
@@ -126,11 +131,13 @@ def outlook_of(planned: Planned, asked: Asked) -> Outlook:
     """The outlook under the workload, whose lengths are assumed where nobody stated them. Raises InvalidSpec."""
     document, spec = asked.workload, planned.deployment.spec.workload
     if not document:
-        return _without_repeats(look_ahead(planned, None if spec is None else workload_of(spec, FIELD)))
+        outlook = look_ahead(planned, None if spec is None else workload_of(spec, FIELD))
+        return _judged(_without_repeats(_with_remedies(outlook)), asked)
     stated = read_by_flag(asked.flags, lambda: _workload(planned, document), asked.written)
     is_assumed = not _has_lengths(document)
     outlook = read_by_flag(asked.flags, lambda: look_ahead(planned, stated, is_assumed=is_assumed), asked.written)
-    return _without_repeats(outlook) if asked.is_from_flags else outlook
+    outlook = _with_remedies(outlook)
+    return _judged(_without_repeats(outlook) if asked.is_from_flags else outlook, asked)
 
 
 def _workload(planned: Planned, document: WorkloadDocument) -> Workload:
@@ -145,6 +152,42 @@ def _workload(planned: Planned, document: WorkloadDocument) -> Workload:
 
 def _without_repeats(outlook: Outlook) -> Outlook:
     """The plan warns of what the workload in its spec misses; the outlook says it as the user wrote it."""
-    said = {str(in_spec(problem)) for problem in outlook.misses}
+    said = {str(in_spec(problem)) for problem in (*outlook.misses, *_doubts(outlook))}
     warnings = tuple(warning for warning in outlook.plan.warnings if warning not in said)
     return replace(outlook, plan=replace(outlook.plan, warnings=warnings))
+
+
+def _doubts(outlook: Outlook) -> tuple[Problem, ...]:
+    """Targets that are met within the band alone, where nothing else misses them."""
+    missed = {problem.field for problem in outlook.misses}
+    solutions = (outlook.role(role).at_plan for role in Role)
+    doubts = (doubt for each in solutions if isinstance(each, Solution) for doubt in each.doubts)
+    return tuple(doubt for doubt in doubts if doubt.field not in missed)
+
+
+def _judged(outlook: Outlook, asked: Asked) -> Outlook:
+    """The outlook, which warns of targets that are met within the band alone."""
+    doubts = tuple(map(str, asked.problems(_doubts(outlook))))
+    return replace(outlook, plan=replace(outlook.plan, warnings=(*outlook.plan.warnings, *doubts)))
+
+
+def _with_remedies(outlook: Outlook) -> Outlook:
+    """The outlook, whose missed targets name the nearest layout that meets them."""
+    solutions = (outlook.role(role).at_plan for role in Role)
+    missed = {miss for each in solutions if isinstance(each, Solution) for miss in each.misses if miss.field in TARGETS}
+    if not missed:
+        return outlook
+    planned, plan = outlook.planned, outlook.plan
+    profile, spec = planned.profile.spec, planned.deployment.spec
+    request = Search(
+        architecture=planned.architecture,
+        profile=profile,
+        workload=outlook.workload,
+        num_nodes=outlook.nodes,
+        design=page_pools(planned.architecture, profile, plan.kv_cache_dtype),
+        experts=plan.experts,
+        max_model_len=spec.model.max_model_len,
+        timing=forecast_of(planned.architecture, planned.profile, plan.kv_cache_dtype, outlook.workload).timing,
+    )
+    misses = (with_remedies((each,), request, spec)[0] if each in missed else each for each in outlook.misses)
+    return replace(outlook, misses=tuple(misses))

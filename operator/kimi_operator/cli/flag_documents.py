@@ -51,9 +51,13 @@ class Typed:
     nodes: int | None = None
     """Of all groups, where --nodes states them."""
     num_groups: int = 1
+    workload_file: Path | None = None
 
     def said(self, problem: Problem) -> Problem:
-        """The problem, which is named by its flag, in the user's own words."""
+        """The problem, which is named by its flag, in the user's own words; what is in a file, by the file."""
+        if self.workload_file is not None and problem.field.startswith("workload."):
+            field = problem.field.removeprefix("workload.")
+            return replace(problem, field=f"--workload {self.workload_file}: {field}")
         if problem.field in self.texts and _NUMBER.fullmatch(problem.got):
             # a bound of the field itself has no unit; what a prediction asks for has one
             is_bare = problem.field.startswith("--target") and problem.expected[-1:].isdigit()
@@ -76,7 +80,7 @@ class Typed:
         return str(int(nodes_of_a_group) * self.num_groups)
 
 
-_NUMBER = re.compile(r"[0-9.,e+-]+")
+_NUMBER = re.compile(r"[0-9.,e+-]+( s)?")
 _OF_A_GROUP = {"--nodes-per-group", "spec.prefill", "spec.decode"}
 _BOUND = re.compile(r"(than or equal to) ([0-9]+)")
 _LIST = re.compile(r"\[([0-9]+(?:, [0-9]+)*)\]")
@@ -93,7 +97,8 @@ def typed(flags: DeploymentFlags, work: WorkloadFlags) -> Typed:
         "--output-tokens": work.output_tokens,
     }
     groups = _stated(flags.prefill_groups, 1) + _stated(flags.decode_groups, 1)
-    return Typed({flag: text for flag, text in texts.items() if text is not None}, flags.nodes, groups)
+    stated = {flag: text for flag, text in texts.items() if text is not None}
+    return Typed(stated, flags.nodes, groups, work.workload)
 
 
 def named_by_flag(
@@ -110,7 +115,8 @@ def _flag(field: str, flags: Container[str]) -> str:
     for path, flag in FLAG_OF_FIELD.items():
         if flag in flags and (name == path or name.startswith(f"{path}.")):
             return flag
-    return field
+    # beside a manifest its own workload stands in its spec
+    return name if "--chip" in flags else field
 
 
 _T = TypeVar("_T")

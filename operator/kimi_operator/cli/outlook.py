@@ -208,7 +208,7 @@ def _waits(workload: Workload, speed: Speed, forecast: Forecast, prefill: RoleOu
     if ttft_s > workload.ttft_s:
         how = f"at least {ttft_s:.3f} s on average, as {speed.at.concurrency:,} at once wait for prefill, which binds"
         remedy = "add groups to prefill, or lower the load"
-        yield Problem("workload.targets.ttftSeconds", f"{workload.ttft_s:g}", how, remedy)
+        yield Problem("workload.targets.ttftSeconds", f"{workload.ttft_s:g} s", how, remedy)
 
 
 def shape_of(planned: Planned, role: Role) -> GroupShape:

@@ -21,6 +21,7 @@ from kimi_operator.cli.outlook import assumed_lengths
 from kimi_operator.cli.text import refusal_text
 from kimi_operator.errors import InvalidSpec, KimiError
 from kimi_operator.planner import Architecture
+from kimi_operator.planner.case import Solution
 from kimi_operator.planner.memory import ExpertFormat, GroupShape
 from kimi_operator.planner.plan import KV_DTYPES
 from kimi_operator.planner.search import Candidate, Reason, Refusal, Search, SearchResult, page_pools, search
@@ -129,14 +130,11 @@ def _not_kept(spec: KimiDeploymentSpec) -> Iterator[str]:
 
 def _named(result: SearchResult, asked: Asked) -> SearchResult:
     """The same; what is missed or in the way is named as the user wrote it."""
-    ranked = tuple(
-        replace(
-            each,
-            prefill=replace(each.prefill, misses=asked.problems(each.prefill.misses)),
-            decode=replace(each.decode, misses=asked.problems(each.decode.misses)),
-        )
-        for each in result.ranked
-    )
+
+    def named(solution: Solution) -> Solution:
+        return replace(solution, misses=asked.problems(solution.misses), doubts=asked.problems(solution.doubts))
+
+    ranked = tuple(replace(each, prefill=named(each.prefill), decode=named(each.decode)) for each in result.ranked)
     shortage = None if result.shortage is None else asked.problems((result.shortage,))[0]
     return replace(result, ranked=ranked, shortage=shortage)
 
@@ -203,6 +201,8 @@ def search_text(found: Found) -> Iterator[str]:
         yield _columns(_cells(place, candidate)) + ("" if cost is None else f"  {money(cost):>{len(COST_HEAD)}}")
         for problem in candidate.misses:
             yield f"      misses: {problem}"
+        for problem in candidate.doubts:
+            yield f"      not sure: {problem}"
     if len(result.ranked) > SHOWN:
         yield f"  and {len(result.ranked) - SHOWN} more; -o json lists all"
     if result.shortage is not None:
@@ -290,6 +290,7 @@ def search_document(found: Found) -> dict[str, Any]:
                 "prefill": _role_document(candidate, Role.PREFILL),
                 "decode": _role_document(candidate, Role.DECODE),
                 "misses": [dataclasses.asdict(problem) for problem in candidate.misses],
+                "not_sure": [dataclasses.asdict(problem) for problem in candidate.doubts],
             }
             for candidate in result.ranked
         ],

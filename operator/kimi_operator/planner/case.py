@@ -44,6 +44,9 @@ class Timing:
     """(running requests a lane, tokens that each holds) -> seconds; falls in neither."""
     prefill_s: Callable[[int, int], float]
     """(prompt tokens to compute, tokens reused before them) -> seconds on a lane beside the busy ones."""
+    decode_band_s: Callable[[int, int], tuple[float, float]] | None = None
+    """The least and the most that such a step may take; None where nobody says how sure its time is."""
+    prefill_band_s: Callable[[int, int], tuple[float, float]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +118,8 @@ class Solution:
     bounds: tuple[Bound, ...]
     misses: tuple[Problem, ...]
     """Targets and demands of the workload that these settings do not meet."""
+    doubts: tuple[Problem, ...] = ()
+    """Targets that they meet by less than the prediction's band."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,16 +10,18 @@ from kimi_operator.api.profile import DType
 from kimi_operator.errors import InvalidSpec, Problem
 from kimi_operator.planner.budget import Budget, PagePool
 from kimi_operator.planner.case import Case, Solution, Timing
-from kimi_operator.planner.memory import GroupShape
+from kimi_operator.planner.elsewhere import with_remedies
+from kimi_operator.planner.memory import GroupShape, expert_format
 from kimi_operator.planner.pools import Room, Settings, num_slots
 from kimi_operator.planner.solve import solve
+from kimi_operator.planner.space import Search, page_pools
 from kimi_operator.planner.workload import Workload, check_lengths, workload_of
 
 FIELD = "spec.workload"
 
-TimingOf = Callable[[GroupShape, Role], Timing]
+TimingOf = Callable[[GroupShape, int], Timing]
 Speed = Callable[[DType, Workload], TimingOf]
-"""Times of a workload by layout and role, with cached rows of a type. Raises InvalidSpec when too little is known."""
+"""Times of a workload by shape and groups, with cached rows of a type. Raises InvalidSpec when too little is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +89,7 @@ def _case(s: Settings, room: Room, demand: Demand, slots: int | None) -> Case:
         budget=Budget(s.profile.gpu.memory, room.lines, pool),
         most_seqs=role_spec.max_num_seqs or s.profile.limits.max_num_seqs,
         max_positions=longest_of(s),
-        timing=None if demand.timing is None else demand.timing(room.shape, room.role),
+        timing=None if demand.timing is None else demand.timing(room.shape, role_spec.groups),
         longest=s.longest,
     )
 
@@ -104,8 +106,9 @@ def lengths_text(workload: Workload) -> str:
 
 
 def shortfalls(s: Settings, room: Room, demand: Demand, solution: Solution) -> Iterator[str]:
-    """What of the workload these settings do not meet, and a setting of the user's that it cannot fill."""
-    for problem in solution.misses:
+    """What of the workload these settings do not meet or barely, and a setting of the user's that it cannot fill."""
+    misses = with_remedies(solution.misses, _search_of(s, demand), s.spec)
+    for problem in (*misses, *solution.doubts):
         yield str(replace(problem, field=f"spec.{problem.field}"))
     stated, holds = s.spec.role(room.role).max_num_seqs, _held(solution)
     if stated is None or holds >= stated:
@@ -116,6 +119,20 @@ def shortfalls(s: Settings, room: Room, demand: Demand, solution: Solution) -> I
     beside = f"beside the slots of {stated} it holds {holds}, and the youngest requests are preempted"
     remedy = f"lower it: {beside} and computed again"
     yield str(Problem(f"spec.{room.role}.maxNumSeqs", str(stated), expected, remedy))
+
+
+def _search_of(s: Settings, demand: Demand) -> Search:
+    """The same demand on any layout."""
+    return Search(
+        architecture=s.architecture,
+        profile=s.profile,
+        workload=demand.workload,
+        num_nodes=sum(s.spec.role(role).groups * s.spec.role(role).nodes_per_group for role in Role),
+        design=page_pools(s.architecture, s.profile, s.kv_dtype),
+        experts=expert_format(s.profile.runtime),
+        max_model_len=s.spec.model.max_model_len,
+        timing=demand.timing,
+    )
 
 
 def _held(solution: Solution) -> int:

@@ -55,7 +55,7 @@ def nearest_layout(
     """The layout that fits and changes least, nodes before tensorParallel. None when nothing fits."""
     shapes = (other for nodes in range(1, MAX_NODES + 1) for other in even_shapes(a, nodes, gpus_per_node))
     candidates = (other for other in shapes if other != shape and fits(other))
-    return min(candidates, key=lambda other: _distance(shape, other), default=None)
+    return min(candidates, key=lambda other: distance(shape, other), default=None)
 
 
 def nearest_layouts(
@@ -70,7 +70,7 @@ def nearest_layouts(
             pairs.append(pair)
 
     def changes(pair: Mapping[Role, GroupShape]) -> tuple[int, ...]:
-        distances = [_distance(wanted[role], shape) for role, shape in pair.items()]
+        distances = [distance(wanted[role], shape) for role, shape in pair.items()]
         return tuple(sum(each) for each in zip(*distances, strict=True))
 
     return min(pairs, key=changes, default=None)
@@ -82,7 +82,7 @@ def _nearest_of_width(
     """The wanted GPUs of a node come before all of them: a role that fits need not change."""
     sizes = (wanted.gpus_per_node, gpus_per_node)
     shapes = {GroupShape(nodes, gpus, width) for nodes in range(1, MAX_NODES + 1) for gpus in sizes}
-    nearest_first = sorted(shapes, key=lambda shape: _distance(wanted, shape))
+    nearest_first = sorted(shapes, key=lambda shape: distance(wanted, shape))
     return next((shape for shape in nearest_first if divides(a, shape) and fits(shape)), None)
 
 
@@ -92,7 +92,8 @@ def even_shapes(a: Architecture, nodes: int, gpus_per_node: int) -> list[GroupSh
     return [shape for shape in shapes if divides(a, shape)]
 
 
-def _distance(wanted: GroupShape, other: GroupShape) -> tuple[int, int, int]:
+def distance(wanted: GroupShape, other: GroupShape) -> tuple[int, int, int]:
+    """How much changes, nodes before GPUs of a node before tensorParallel."""
     return (
         abs(other.nodes - wanted.nodes),
         abs(other.gpus_per_node - wanted.gpus_per_node),

@@ -12,9 +12,12 @@ from kimi_operator.planner.memory import GroupShape
 from kimi_operator.planner.predict import (
     Calibration,
     Capacity,
+    Prediction,
     PrefillSide,
     Request,
     Side,
+    decode_step_ms,
+    prefill_ms,
     roofline_s,
     throughput_curve,
 )
@@ -37,7 +40,7 @@ def mean_request(workload: Workload) -> Request:
 class Forecast:
     """Predicted times of one workload on any layout of one chip and engine.
 
-    Values only, no bands: bands of all layouts come from the same factors, so they do not change an order.
+    Values rank, bands do not: those of all layouts come from the same factors, so they do not change an order.
     """
 
     workload: Workload
@@ -56,11 +59,18 @@ class Forecast:
         A prompt is computed beside those of other lanes, as many as the workload keeps busy.
         """
         setup = self.setup(shape)
+
+        def step(seqs: int, tokens: int) -> DecodeLoad:
+            return DecodeLoad(seqs * shape.lanes, tokens)
+
+        def prompt(new: int, cached: int) -> PrefillLoad:
+            return PrefillLoad(new, cached, self.chunk_tokens, self.busy_lanes(setup, groups))
+
         return Timing(
-            decode_step_s=lambda seqs, tokens: self._time_s(setup, DecodeLoad(seqs * shape.lanes, tokens)),
-            prefill_s=lambda new, cached: self._time_s(
-                setup, PrefillLoad(new, cached, self.chunk_tokens, self.busy_lanes(setup, groups))
-            ),
+            decode_step_s=lambda seqs, tokens: self._time_s(setup, step(seqs, tokens)),
+            prefill_s=lambda new, cached: self._time_s(setup, prompt(new, cached)),
+            decode_band_s=lambda seqs, tokens: _band_s(decode_step_ms(setup, step(seqs, tokens), self.decode)),
+            prefill_band_s=lambda new, cached: _band_s(prefill_ms(setup, prompt(new, cached), self.prefill)),
         )
 
     def busy_lanes(self, setup: Setup, groups: int) -> int:
@@ -108,6 +118,10 @@ class Forecast:
             calibration = self.decode if isinstance(load, DecodeLoad) else self.prefill
             self._seconds[key] = calibration.factor() * roofline_s(setup, load)
         return self._seconds[key]
+
+
+def _band_s(time_ms: Prediction) -> tuple[float, float]:
+    return time_ms.low / 1e3, time_ms.high / 1e3
 
 
 def _without_band(side: _Side) -> _Side:

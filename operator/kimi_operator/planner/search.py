@@ -32,6 +32,11 @@ class Candidate:
         return self.prefill.misses + self.decode.misses
 
     @property
+    def doubts(self) -> tuple[Problem, ...]:
+        """Targets that it meets by less than the prediction's band."""
+        return self.prefill.doubts + self.decode.doubts
+
+    @property
     def longest(self) -> int:
         """Longest request that the layout serves, prompt and answer, in tokens: both roles hold it."""
         return min(self.prefill.max_model_len, self.decode.max_model_len)

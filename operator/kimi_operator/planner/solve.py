@@ -14,6 +14,7 @@ from kimi_operator.errors import Problem
 from kimi_operator.planner.budget import Budget, PoolDesign
 from kimi_operator.planner.case import Bound, Case, Limit, Solution, Stretch, Timing
 from kimi_operator.planner.memory import MemoryLine
+from kimi_operator.planner.targets import doubted, missed
 from kimi_operator.planner.units import bytes_text, ceil_div
 from kimi_operator.planner.workload import Lengths, fixed
 
@@ -48,6 +49,7 @@ def solve(case: Case) -> Solution | Problem:
         length_binds=Limit.PAGES if held < case.max_positions else Limit.MODEL,
         bounds=bounds,
         misses=tuple(_misses(case, seqs, tightest.limit)),
+        doubts=tuple(doubted(case, seqs)),
     )
 
 
@@ -238,12 +240,6 @@ def _misses(case: Case, seqs: int, limit: Limit) -> Iterator[Problem]:
         yield Problem(field, got, expected, f"use {ceil_div(work.running, seqs):,} lanes, or lower it")
     if timing is None:
         return
-    if case.role is Role.DECODE and work.tpot_s is not None:
-        context = min(work.mean_context, case.max_positions)
-        step_s = timing.decode_step_s(1, context)
-        if step_s > work.tpot_s:
-            expected = f"at least {step_s:.4f} s, the step of one request of {context:,} tokens"
-            yield Problem("workload.targets.tpotSeconds", f"{work.tpot_s:g}", expected, "raise it")
     if case.role is Role.PREFILL and work.requests_per_second is not None:
         rate, fed = (
             float(work.requests_per_second),
@@ -252,9 +248,4 @@ def _misses(case: Case, seqs: int, limit: Limit) -> Iterator[Problem]:
         if rate > fed:
             expected = f"at most {fed:.3g}, what prefill feeds: beyond, ever more prompts wait"
             yield Problem("workload.requestsPerSecond", f"{rate:g}", expected, "add groups to prefill, or lower it")
-    if case.role is Role.PREFILL and work.ttft_s is not None:
-        computed, reused = work.computed_and_reused(case.requests.longest)
-        longest_s = timing.prefill_s(computed, reused)
-        if longest_s > work.ttft_s:
-            expected = f"at least {longest_s:.3f} s, which {computed:,} prompt tokens and {reused:,} reused take"
-            yield Problem("workload.targets.ttftSeconds", f"{work.ttft_s:g}", expected, "raise it or shorten prompts")
+    yield from missed(case, seqs)

@@ -27,8 +27,7 @@ def plan_on(a: Architecture, spec: KimiDeploymentSpec, profile: HardwareProfile)
     """
 
     def speed(kv_dtype: DType, workload: Workload) -> TimingOf:
-        forecast = forecast_of(a, profile, kv_dtype, workload)
-        return lambda shape, role: forecast.timing(shape, spec.role(role).groups)
+        return forecast_of(a, profile, kv_dtype, workload).timing
 
     plan = make_plan(a, spec, profile, speed)
     if unsupported := support_problem(profile):

@@ -87,7 +87,7 @@ def test_a_miss_names_the_flag_or_the_field_of_the_manifest(run: Run, tmp_path: 
     file = tmp_path / "k3.yaml"
     file.write_text(FOR_WORKLOAD.read_text().replace("tpotSeconds: 0.2", "tpotSeconds: 0.01"))
     _, out, _ = run("plan", "-f", file, "--search", 4)
-    assert "misses: spec.workload.targets.tpotSeconds: got 0.01" in out
+    assert "misses: spec.workload.targets.tpotSeconds: got 0.01 s, expected at least" in out
     flags = ("--prompt-tokens", 1000, "--output-tokens", 100, "--target-tpot", "10ms", "--concurrency", 5)
     _, out, _ = run("plan", "--chip", "mi300x", "--search", 4, *flags)
     assert "misses: --target-tpot: got 10ms, expected at least" in out

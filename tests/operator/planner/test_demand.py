@@ -302,7 +302,7 @@ def test_a_tail_that_is_cut_is_told_and_its_prompt_meets_no_target_that_it_misse
         assert made.workload.endswith("ended where a request has 32,768") == (p95 > 6000)
         assert made.prefill.max_num_seqs == 1
     (warning,) = warnings
-    assert warning.startswith("spec.workload.targets.ttftSeconds: got 5, expected at least ")
+    assert warning.startswith("spec.workload.targets.ttftSeconds: got 5 s, expected at least ")
     assert "which 16,384 prompt tokens and 0 reused take" in warning
 
 

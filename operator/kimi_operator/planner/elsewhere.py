@@ -1,0 +1,71 @@
+"""Where a target that a layout misses would be met: the nearest layout of the same nodes, solved like any other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from kimi_operator.api.deployment import KimiDeploymentSpec, Role
+from kimi_operator.errors import Problem
+from kimi_operator.planner.case import Solution
+from kimi_operator.planner.layout import distance, divides
+from kimi_operator.planner.memory import GroupShape
+from kimi_operator.planner.space import Layout, Search
+from kimi_operator.planner.targets import TARGETS
+
+
+def with_remedies(problems: Iterable[Problem], request: Search, spec: KimiDeploymentSpec) -> tuple[Problem, ...]:
+    """The same; a missed target names the layout that meets it, or says that none does.
+
+    Each role keeps its nodes and the GPUs of a node; how they are grouped, and tensorParallel, may change.
+    """
+    return tuple(
+        replace(problem, remedy=_remedy(problem, request, spec)) if problem.field in TARGETS else problem
+        for problem in problems
+    )
+
+
+def _remedy(problem: Problem, request: Search, spec: KimiDeploymentSpec) -> str:
+    met = [each for each in _solved(request, spec) if problem.field not in {miss.field for miss in each[1]}]
+    if not met:
+        return f"no other tensorParallel or size of a group on the same nodes meets it: {problem.remedy}"
+
+    def changes(layout: Layout) -> tuple[int, ...]:
+        each = [distance(_shape(spec, role), layout.shape(role)) for role in Role]
+        return tuple(sum(parts) for parts in zip(*each, strict=True))
+
+    layout, misses, doubts = min(met, key=lambda each: (len(each[1]), changes(each[0])))
+    others = " and ".join(dict.fromkeys(miss.field.rpartition(".")[2] for miss in misses))
+    meets = "meets it within the band" if problem.field in {doubt.field for doubt in doubts} else "meets it"
+    return f"use {layout}, which {meets}{f' but misses {others}' if others else ''}, or {problem.remedy}"
+
+
+def _solved(
+    request: Search, spec: KimiDeploymentSpec
+) -> Iterator[tuple[Layout, tuple[Problem, ...], tuple[Problem, ...]]]:
+    """Layouts of the same nodes that fit, with what they miss and what they meet within the band."""
+    for prefill, prefill_groups in _splits(request, spec, Role.PREFILL):
+        for decode, decode_groups in _splits(request, spec, Role.DECODE):
+            if prefill.tensor_parallel != decode.tensor_parallel:
+                continue
+            first = request.outcome(Role.PREFILL, prefill, prefill_groups)
+            second = request.outcome(Role.DECODE, decode, decode_groups)
+            if isinstance(first, Solution) and isinstance(second, Solution):
+                layout = Layout(prefill, prefill_groups, decode, decode_groups)
+                yield layout, first.misses + second.misses, first.doubts + second.doubts
+
+
+def _splits(request: Search, spec: KimiDeploymentSpec, role: Role) -> Iterator[tuple[GroupShape, int]]:
+    """Every shape of a group that divides the role's nodes, and the number of groups."""
+    stated = spec.role(role)
+    total, gpus = stated.groups * stated.nodes_per_group, stated.gpus_per_node
+    for nodes in (n for n in range(1, total + 1) if total % n == 0):
+        for tensor_parallel in range(1, gpus + 1):
+            shape = GroupShape(nodes, gpus, tensor_parallel)
+            if divides(request.architecture, shape):
+                yield shape, total // nodes
+
+
+def _shape(spec: KimiDeploymentSpec, role: Role) -> GroupShape:
+    stated = spec.role(role)
+    return GroupShape(stated.nodes_per_group, stated.gpus_per_node, stated.tensor_parallel)

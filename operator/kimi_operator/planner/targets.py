@@ -1,0 +1,77 @@
+"""Targets of a workload beside predicted times: which are missed, and which are met or missed within the band."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kimi_operator.api.deployment import Role
+from kimi_operator.errors import Problem
+from kimi_operator.planner.case import Case, Timing
+
+TPOT, TTFT = "workload.targets.tpotSeconds", "workload.targets.ttftSeconds"
+TARGETS = (TPOT, TTFT)
+
+
+@dataclass(frozen=True, slots=True)
+class _Judged:
+    """A target and the predicted time that it is held against, in seconds."""
+
+    field: str
+    target_s: float
+    time_s: float
+    band_s: tuple[float, float] | None
+    what: str
+    remedy: str
+
+    @property
+    def is_unsure(self) -> bool:
+        return self.band_s is not None and self.band_s[0] <= self.target_s <= self.band_s[1]
+
+    @property
+    def band(self) -> str:
+        assert self.band_s is not None, "what has no band is not unsure"
+        return f"within the band of {self.band_s[0]:.4g} to {self.band_s[1]:.4g} s"
+
+
+def missed(case: Case, seqs: int) -> Iterator[Problem]:
+    """Targets that not even one request of a lane meets."""
+    for each in _judged(case, seqs):
+        if each.time_s > each.target_s:
+            expected = f"at least {each.time_s:.4g} s, {each.what}" + (
+                f"; {each.band}: not sure" if each.is_unsure else ""
+            )
+            yield Problem(each.field, f"{each.target_s:g} s", expected, each.remedy)
+
+
+def doubted(case: Case, seqs: int) -> Iterator[Problem]:
+    """Targets that so many requests of a lane meet by less than the prediction's band."""
+    for each in _judged(case, seqs):
+        if each.is_unsure and each.time_s <= each.target_s:
+            expected = f"more to be sure: {each.time_s:.4g} s is predicted, and it lies {each.band}"
+            yield Problem(each.field, f"{each.target_s:g} s", expected, "measure it")
+
+
+def _judged(case: Case, seqs: int) -> Iterator[_Judged]:
+    if case.timing is None:
+        return
+    if case.role is Role.DECODE and case.workload.tpot_s is not None:
+        yield _tpot(case, case.timing, case.workload.tpot_s, seqs)
+    if case.role is Role.PREFILL and case.workload.ttft_s is not None:
+        yield _ttft(case, case.timing, case.workload.ttft_s)
+
+
+def _tpot(case: Case, timing: Timing, target_s: float, seqs: int) -> _Judged:
+    context = min(case.workload.mean_context, case.max_positions)
+    running = 1 if timing.decode_step_s(1, context) > target_s else seqs
+    load = running, context
+    band_s = None if timing.decode_band_s is None else timing.decode_band_s(*load)
+    what = f"the step of {'one request' if running == 1 else f'{running} requests'} of {context:,} tokens"
+    return _Judged(TPOT, target_s, timing.decode_step_s(*load), band_s, what, "raise it")
+
+
+def _ttft(case: Case, timing: Timing, target_s: float) -> _Judged:
+    load = computed, reused = case.workload.computed_and_reused(case.requests.longest)
+    band_s = None if timing.prefill_band_s is None else timing.prefill_band_s(*load)
+    what = f"which {computed:,} prompt tokens and {reused:,} reused take"
+    return _Judged(TTFT, target_s, timing.prefill_s(*load), band_s, what, "raise it or shorten prompts")
