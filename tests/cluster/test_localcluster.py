@@ -389,3 +389,34 @@ def test_command_line_passes_kubectl_through(cluster: Cluster) -> None:
     done = subprocess.run([*argv, "get", "nothing"], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
     assert "nothing" in done.stderr
+
+
+def test_wrong_uses_of_a_running_cluster_are_told_in_one_line(cluster: Cluster) -> None:
+    """As a user types them: status and last line of each. None of them changes the cluster."""
+
+    def told(*words: str) -> tuple[int, str]:
+        argv = [sys.executable, "-m", "kimi_localcluster", *words]
+        env = {**os.environ, "KUBECONFIG": "/nowhere"}
+        done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=60, check=False)
+        assert done.stderr.count("\n") == 1, done.stderr
+        return done.returncode, done.stderr
+
+    here = ("--name", cluster.name)
+    nodes = ", ".join(cluster.spec.node_names)
+    folders = [word for a, b in cluster.spec.folders for word in ("--folder", f"{a}:{b}")]
+    status, line = told("up", *here, *folders)
+    assert (status, line) == (0, f"Cluster {cluster.name} is up already.\n")
+    status, line = told("up", *here, "--nodes", "3")
+    assert (status, "num_nodes is 4, asked for 3" in line, "run down first" in line) == (1, True, True)
+    no_node = (1, f"localcluster: node 'node7' does not exist; nodes: {nodes}\n")
+    for verb in ("partition", "heal", "kill", "restart"):
+        assert told("node", verb, "7", *here) == no_node
+    assert told("exec", *here, "--node", "7", "--", "true") == no_node
+    assert told("exec", *here, "--", "nonesuch")[0] == 127
+    status, line = told("component", "stop", "node0", *here)
+    assert (status, "components: etcd, apiserver" in line) == (1, True)
+    status, line = told("logs", "nope", *here)
+    assert (status, "there are: apiserver, audit" in line) == (1, True)
+    assert told("kubectl", *here, "get", "nothing")[0] == 1
+    assert cluster.status()["phase"] == "ready"
+    assert all(node["state"] == "running" for node in cluster.status()["nodes"].values())

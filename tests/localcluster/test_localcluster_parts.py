@@ -13,11 +13,14 @@ from types import SimpleNamespace
 
 import pytest
 from kimi_localcluster import binaries, machine, packages, podenv, progress
+from kimi_localcluster import cluster as cluster_module
 from kimi_localcluster.cgroups import Cgroups
+from kimi_localcluster.cluster import Cluster
 from kimi_localcluster.errors import CommandError, LocalClusterError
 from kimi_localcluster.images import Image, write_images
 from kimi_localcluster.kube import Kube
 from kimi_localcluster.node import is_heartbeat_after
+from kimi_localcluster.paths import environment
 from kimi_localcluster.pki import write_pki
 from kimi_localcluster.progress import TICK_S, Progress, Step, format_seconds
 from kimi_localcluster.shell import run, run_logged
@@ -389,3 +392,66 @@ def test_only_root_may_start_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine.os, "geteuid", lambda: 1000)
     with pytest.raises(LocalClusterError, match="needs root"):
         machine.check_machine()
+
+
+NOT_RUNNING = "cluster absent is not running; start it with `localcluster up --name absent`"
+WRONG_USES = {
+    "nope": (2, 'Unknown command "nope".'),
+    "node explode 1": (2, "Available commands: partition, heal, kill, restart. See `localcluster node --help`."),
+    "node kill": (2, "requires an argument. See `localcluster node kill --help`."),
+    "node kill x": (2, 'unable to convert "x" into int. See `localcluster node kill --help`.'),
+    "component break etcd": (2, 'Choose from: "stop", "start".'),
+    "up absent": (2, "Unused Tokens: ['absent']. See `localcluster up --help`."),
+    "up --name one --name two": (2, "Parameter --name specified multiple times."),
+    "up --name A/B": (1, "cluster name 'A/B': expected at most 40 lower-case letters"),
+    "up --nodes 0": (1, "nodes: got 0, expected 1 to 32"),
+    "up --folder /usr": (1, "expected an absolute path such as /opt/models"),
+    "exec --name absent": (1, "exec needs a command: localcluster exec [--node N] -- CMD..."),
+    "exec --name absent -- true": (1, NOT_RUNNING),
+    "kubectl --name absent get pods": (1, NOT_RUNNING),
+    "status --name absent": (1, NOT_RUNNING),
+    "node partition 1 --name absent": (1, NOT_RUNNING),
+    "node restart 1 --name absent": (1, NOT_RUNNING),
+    "apiserver stop --name absent": (1, NOT_RUNNING),
+    "kubeconfig --name absent": (1, NOT_RUNNING),
+    "logs etcd --name absent": (1, "no log of 'etcd'; cluster absent has not run here"),
+    "logs etcd --tail -1": (1, "tail: got -1, expected a number of lines, 0 or more"),
+    "down --name absent": (0, "Cluster absent is not running, there is nothing to end."),
+    "down --name ..": (1, "cluster name '..': expected"),
+    "down --name ../bin": (1, "cluster name '../bin': expected"),
+    "down --name=": (1, "cluster name '': expected"),
+}
+
+
+@pytest.mark.parametrize("words", WRONG_USES)
+def test_a_wrong_use_of_the_command_is_told_in_one_line(tmp_path: Path, words: str) -> None:
+    """And nothing is touched: what lies beside the clusters must not go by a name that leads there."""
+    built = tmp_path / "kimi-operator/bin/etcd"
+    built.parent.mkdir(parents=True)
+    built.touch()
+    argv = [sys.executable, "-m", "kimi_localcluster", *words.split()]
+    env = environment(XDG_CACHE_HOME=str(tmp_path), KUBECONFIG="/nowhere")
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=60, check=False)
+    status, what = WRONG_USES[words]
+    assert (done.returncode, done.stdout) == (status, ""), done.stderr
+    assert what in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert built.exists()
+
+
+def test_a_command_needs_a_folder_to_run_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    monkeypatch.setattr(cluster_module, "control_process", lambda _: 1)
+    with pytest.raises(LocalClusterError, match="working folder has been removed"):
+        Cluster("absent").command(["true"])
+
+
+@pytest.mark.parametrize("kubeconfig", ["/nowhere", "/etc"])
+def test_the_demo_names_a_kubeconfig_that_is_none(kubeconfig: str) -> None:
+    demo = Path(__file__).parents[2] / "examples/local/demo.py"
+    env = environment(KUBECONFIG=kubeconfig)
+    done = subprocess.run([sys.executable, str(demo)], env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert done.stderr == f"demo failed: kubeconfig {kubeconfig} is not a file; correct KUBECONFIG or unset it\n"

@@ -9,7 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Literal
 
-from cyclopts import App, Parameter
+from cyclopts import App, CycloptsError, Parameter
 from rich.console import Console
 from rich.table import Table
 
@@ -89,8 +89,15 @@ def _differences(running: ClusterSpec, wanted: ClusterSpec) -> str:
 @app.command
 def down(*, name: Name = DEFAULT_NAME) -> None:
     """End a cluster and remove everything of it but its logs."""
-    with Progress().step(f"Ending cluster {name}"):
-        Cluster(name).down()
+    cluster, progress = Cluster(name), Progress()
+    if not cluster.paths.state.exists() and name not in (known := running_clusters()):
+        others = f"; running: {', '.join(known)}" if known else ""
+        # As before: what a killed one has left outside its folder goes too.
+        cluster.down()
+        progress.say(f"Cluster {name} is not running, there is nothing to end{others}.")
+        return
+    with progress.step(f"Ending cluster {name}"):
+        cluster.down()
 
 
 @app.command
@@ -163,6 +170,8 @@ def load_image(image: str, *, name: Name = DEFAULT_NAME) -> None:
 @app.command
 def logs(component: str, *, name: Name = DEFAULT_NAME, tail: int = 200) -> None:
     """Print the end of a component's log: apiserver, etcd, node0, node0/kubelet, audit, ..."""
+    if tail < 0:
+        raise LocalClusterError(f"tail: got {tail}, expected a number of lines, 0 or more")
     with Cluster(name).logs(component).open(errors="replace") as lines:
         sys.stdout.writelines(deque(lines, maxlen=tail))
 
@@ -206,9 +215,13 @@ def restart(node: int, *, name: Name = DEFAULT_NAME) -> None:
 
 def main() -> None:
     try:
-        app()
+        app(print_error=False, exit_on_error=False)
     except LocalClusterError as error:
         sys.exit(f"localcluster: {error}")
+    except CycloptsError as error:
+        verb = " ".join(("localcluster", *(error.command_chain or ())))
+        print(f"localcluster: {' '.join(str(error).split())} See `{verb} --help`.", file=sys.stderr)
+        sys.exit(2)
     except KeyboardInterrupt:
         sys.exit("localcluster: interrupted; nothing was left behind")
 

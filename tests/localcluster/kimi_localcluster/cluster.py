@@ -37,7 +37,7 @@ from kimi_localcluster.paths import ClusterPaths, cache_dir, environment, existi
 from kimi_localcluster.podenv import check_place, ensure_pod_environment, remove_old
 from kimi_localcluster.progress import Progress
 from kimi_localcluster.shell import file_lock
-from kimi_localcluster.spec import DEFAULT_IMAGES, DEFAULT_NAME, ClusterSpec, default_vram
+from kimi_localcluster.spec import DEFAULT_IMAGES, DEFAULT_NAME, ClusterSpec, check_name, default_vram
 
 START_TIMEOUT_S = 300.0
 END_TIMEOUT_S = 30.0
@@ -52,6 +52,7 @@ class Cluster(Kube):
     """
 
     def __init__(self, name: str) -> None:
+        check_name(name)
         self.paths = ClusterPaths(name)
         self.name = name
         self._lifeline_fd: int | None = None
@@ -137,9 +138,10 @@ class Cluster(Kube):
         process = control_process(self.paths)
         if process is None:
             raise self._not_running()
-        entry = ["nsenter", "-t", str(process), "-n", "-m", "-p", f"--wd={Path.cwd()}"]
+        stay = f"--wd={_working_folder()}"
+        entry = ["nsenter", "-t", str(process), "-n", "-m", "-p", stay]
         if node is not None:
-            entry += ["nsenter", "-t", str(self._node_process(node)), "-n", "-m", "-u", "-p", f"--wd={Path.cwd()}"]
+            entry += ["nsenter", "-t", str(self._node_process(node)), "-n", "-m", "-u", "-p", stay]
         return [*entry, *argv]
 
     def command_env(self) -> dict[str, str]:
@@ -169,9 +171,11 @@ class Cluster(Kube):
 
     def _node_process(self, node: int) -> int:
         nodes: dict[str, dict[str, Any]] = self.status()["nodes"]
-        process = nodes.get(f"node{node}", {}).get("process")
+        if f"node{node}" not in nodes:
+            raise LocalClusterError(f"node 'node{node}' does not exist; nodes: {', '.join(nodes)}")
+        process = nodes[f"node{node}"]["process"]
         if process is None:
-            raise LocalClusterError(f"node{node} is not running; nodes: {', '.join(nodes)}")
+            raise LocalClusterError(f"node{node} is not running; start it with `localcluster node restart {node}`")
         return int(process)
 
     # --- verbs -------------------------------------------------------------------------------------------------
@@ -213,7 +217,8 @@ class Cluster(Kube):
         log = self.paths.logs / f"{component}.log"
         if not log.exists():
             known = sorted(str(p.relative_to(self.paths.logs).with_suffix("")) for p in self.paths.logs.rglob("*.log"))
-            raise LocalClusterError(f"no log of {component!r}; there are: {', '.join(known) or '(none)'}")
+            there = f"there are: {', '.join(known)}" if known else f"cluster {self.name} has not run here"
+            raise LocalClusterError(f"no log of {component!r}; {there}")
         return log
 
     def load_image(self, name: str, progress: Progress | None = None) -> None:
@@ -316,6 +321,13 @@ class Cluster(Kube):
             if control := control_process(self.paths):
                 os.kill(control, signal.SIGKILL)
             remove_traces(self.paths)
+
+
+def _working_folder() -> Path:
+    try:
+        return Path.cwd()
+    except FileNotFoundError:
+        raise LocalClusterError("the working folder has been removed; change to one that is there") from None
 
 
 def _set_network_namespace(fd: int) -> None:

@@ -48,6 +48,14 @@ GPU_MODELS = {
 }
 
 
+def check_name(name: str) -> None:
+    """Raise LocalClusterError unless it can name a cluster: files and control groups are named, and removed, by it."""
+    if not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?", name):
+        raise LocalClusterError(
+            f"cluster name {name!r}: expected at most 40 lower-case letters, digits and inner dashes"
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class ClusterSpec:
     """Input of `up`. Raises LocalClusterError for values that no cluster can have."""
@@ -62,10 +70,7 @@ class ClusterSpec:
     """Folders of this machine that every node shows at another path: (here, on the node)."""
 
     def __post_init__(self) -> None:
-        if not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?", self.name):
-            raise LocalClusterError(
-                f"cluster name {self.name!r}: expected at most 40 lower-case letters, digits and inner dashes"
-            )
+        check_name(self.name)
         if not 1 <= self.num_nodes <= MAX_NODES:
             raise LocalClusterError(f"nodes: got {self.num_nodes}, expected 1 to {MAX_NODES}")
         if not 0 <= self.gpus_per_node <= 64:
