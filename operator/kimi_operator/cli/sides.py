@@ -22,8 +22,8 @@ from kimi_operator.cli.cost import all_figures, cost_of
 from kimi_operator.cli.document import dumped
 from kimi_operator.cli.figures import Figure
 from kimi_operator.cli.files import profiles_of
-from kimi_operator.cli.flag_documents import DEPLOYMENT_FLAGS, workload_document
-from kimi_operator.cli.flags import WorkloadFlags
+from kimi_operator.cli.flag_documents import DEPLOYMENT_FLAGS, typed, workload_document
+from kimi_operator.cli.flags import DeploymentFlags, WorkloadFlags
 from kimi_operator.cli.manifests import Planned, deployment_of, plan_deployment, read_documents
 from kimi_operator.cli.views import DOES_NOT_FIT, FITS, Answer, lines
 from kimi_operator.errors import InvalidSpec, Problem
@@ -80,7 +80,8 @@ def compare(
     for path in pair:
         documents = read_documents([*files, path])
         deployment = deployment_of([each for each in documents if each[0] == path], [path])
-        asked = Asked(deployment, profiles_of(documents), workload_document(work), work.given)
+        written = typed(DeploymentFlags(), work)
+        asked = Asked(deployment, profiles_of(documents), workload_document(work), work.given, written)
         try:
             sides.append(_side(plan_deployment(deployment, asked.profiles), asked, price))
         except InvalidSpec as error:
