@@ -73,3 +73,9 @@ def test_a_manifests_own_workload_is_not_blamed_on_a_file(run: Run, tmp_path: Pa
     _, out, _ = run("plan", "-f", own, "--workload", file)
     assert "warning: spec.workload.targets.tpotSeconds" in out
     assert str(file) not in out
+    manifest["spec"]["workload"] |= {"concurrency": None, "requestsPerSecond": 2, "targets": {}}
+    own.write_text(yaml.safe_dump(manifest), encoding="utf-8")
+    status, _, err = run("plan", "-f", own, "--workload", file)
+    assert status == 2
+    assert "spec.workload.targets.tpotSeconds: got nothing" in err
+    assert str(file) not in err
