@@ -148,7 +148,7 @@ def test_a_misspelt_field_is_shown_those_that_there_are(run: Run, tmp_path: Path
     [
         (
             "{prompt: 9, output: 9, targets: {ttft: 5s}}",
-            "workload.targets.ttft: got '5s', expected no such field; remove it or mend its spelling; "
+            "work.yaml: targets.ttft: got '5s', expected no such field; remove it or mend its spelling; "
             "did you mean ttftSeconds? known here: ttftSeconds, tpotSeconds\n",
         ),
         ("{prompt: {constant: 9}, output: 9}", "mend its spelling; known here: fixed, uniform, logNormal, empirical\n"),
