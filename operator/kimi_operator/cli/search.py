@@ -28,7 +28,7 @@ from kimi_operator.planner.search import Candidate, Reason, Refusal, Search, Sea
 from kimi_operator.planner.workload import Workload, read_workload
 from kimi_operator.profiles import architecture, select_profile
 from kimi_operator.profiles.forecast import forecast_of
-from kimi_operator.profiles.support import support_problem, support_warning
+from kimi_operator.profiles.support import rates_warning, support_problem, support_warning
 
 SHOWN = 10
 SHAPES_SHOWN = 6
@@ -60,8 +60,8 @@ class Found:
     calibrated_on: str
     price: float | None
     """Of a GPU-hour; None when nobody asks for costs."""
-    warning: str | None = None
-    """What to say of the bundled worker on this hardware; None when it is made for it."""
+    warnings: tuple[str, ...] = ()
+    """What to say of the bundled worker on this hardware, and of rates that nobody measured."""
     not_kept: tuple[str, ...] = ()
     """What the manifest states and the search chooses."""
 
@@ -175,8 +175,9 @@ def find_layouts(a: Architecture, profile: HardwareProfile, kv: DType, wanted: W
     else:
         request = replace(request, timing=forecast.timing, throughput=forecast.throughput)
         text = f"decode: {forecast.decode.text}; prefill: {forecast.prefill.text}"
-    name, warning = profile.metadata.name, support_warning(profile)
-    return Found(name, wanted, search(request), no_speed, text, price=None, warning=warning)
+    said = (support_warning(profile), None if no_speed else rates_warning(profile))
+    warnings = tuple(each for each in said if each is not None)
+    return Found(profile.metadata.name, wanted, search(request), no_speed, text, price=None, warnings=warnings)
 
 
 def search_text(found: Found) -> Iterator[str]:
@@ -189,8 +190,7 @@ def search_text(found: Found) -> Iterator[str]:
     )
     if found.not_kept:
         yield f"chosen here, not kept from the manifest: {', '.join(found.not_kept)}"
-    if found.warning:
-        yield f"warning: {found.warning}"
+    yield from (f"warning: {warning}" for warning in found.warnings)
     if found.no_speed:
         yield f"not ranked by throughput: {found.no_speed}"
     yield f"ranked by {result.objective}"
@@ -278,7 +278,7 @@ def search_document(found: Found) -> dict[str, Any]:
         "max_model_len": found.wanted.max_model_len,
         "not_kept": list(found.not_kept),
         "objective": result.objective,
-        "warnings": [found.warning] if found.warning else [],
+        "warnings": list(found.warnings),
         "calibrated_on": found.calibrated_on or found.no_speed,
         "ranked": [
             {

@@ -36,6 +36,14 @@ def test_a_replay_says_it_too(run: Run) -> None:
     assert out.count("warning: predictions rest on what nobody measured of mi350x") == 1
 
 
+@pytest.mark.parametrize(("chip", "count"), [("mi350x", 1), ("mi300x", 0), ("mi308x", 0)])
+def test_a_search_says_it_where_it_ranks_by_predictions(run: Run, chip: str, count: int) -> None:
+    """Without FLOPs nothing is ranked by them, and the search says that instead."""
+    _, out, _ = run("plan", "--chip", chip, "--search", 4)
+    assert out.count(f"warning: predictions rest on what nobody measured of {chip}") == count
+    assert ("not ranked by throughput" in out) == (chip == "mi308x")
+
+
 def test_a_field_that_is_set_and_a_factor_that_is_measured_end_the_warning(run: Run, tmp_path: Path) -> None:
     """As the warning says: the profile is saved, mended and read instead of the built-in one."""
     _, text, _ = run("profile", "show", "mi308x", "-o", "yaml")
