@@ -25,7 +25,7 @@ class StubPod:
         self.release = asyncio.Event()
         self.address = ""
         self._server: asyncio.Server | None = None
-        self._report = httpx.Response(200, json=report).content
+        self.report = httpx.Response(200, json=report).content
         self._answer = answer
 
     @asynccontextmanager
@@ -50,7 +50,7 @@ class StubPod:
             elif self.is_silent:
                 await self.release.wait()
             else:
-                writer.write(whole(200, self._report))
+                writer.write(whole(200, self.report))
             await writer.drain()
         except (ConnectionError, asyncio.IncompleteReadError):
             pass

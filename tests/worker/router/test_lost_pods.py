@@ -185,6 +185,21 @@ async def test_a_pod_that_leaves_its_service_may_end_its_streams(
     assert rest.endswith(b"data: [DONE]\n\n")
 
 
+@pytest.mark.parametrize("kind", ["deep", "large"])
+async def test_whatever_else_answers_at_a_pods_address_is_none_until_the_pod_is_back(
+    prefill: Pod, decode: Pod, kind: str
+) -> None:
+    """What such a process says must neither end the router's asking, which nothing would begin anew, nor fill it."""
+    async with stub_pods(await report_of(decode), die) as [stub]:
+        async with routing(router_settings([prefill], [], decode_service=stub.address)) as url, client(url) as http:
+            await until_state(http, ready=True)
+            good = stub.report
+            stub.report = b'{"x":' + b"[" * 200_000 if kind == "deep" else good[:-1] + b" " * 2**21 + b"}"
+            await until_state(http, ready=False)
+            stub.report = good
+            await until_state(http, ready=True)
+
+
 @pytest.mark.parametrize("answer", ["silent", "500", "no JSON"])
 async def test_models_of_a_pod_that_does_not_say(
     prefill: Pod, decode: Pod, monkeypatch: pytest.MonkeyPatch, answer: str

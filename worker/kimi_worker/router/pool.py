@@ -19,6 +19,8 @@ from kimi_worker.settings import Role, RouterSettings
 log = structlog.get_logger()
 
 _POLL_TIMEOUT_S = 5.0
+_MAX_REPORT_BYTES = 2**20
+"""A lane takes under a kilobyte. Whatever has a pod's address now may send anything."""
 
 _NO_SUCH_NAME = frozenset({socket.EAI_NONAME, socket.EAI_NODATA})
 
@@ -259,7 +261,7 @@ class Pool:
                 await self._ask(pod, asked_s)
             except (TimeoutError, aiohttp.ClientError) as error:
                 self._not_heard(pod, error)
-            except msgspec.DecodeError as error:
+            except (msgspec.DecodeError, RecursionError) as error:
                 pod.lose(f"/state is not what this router expects: {error}")
             await asyncio.sleep(self._settings.poll_interval_s)
 
@@ -277,7 +279,12 @@ class Pool:
     async def _ask(self, pod: Pod, asked_s: float) -> None:
         timeout = aiohttp.ClientTimeout(total=min(_POLL_TIMEOUT_S, self._settings.lost_after_s / 3))
         async with self._session.get(f"{pod.url}/state", timeout=timeout) as reply:
-            body = await reply.read()
+            body = bytearray()
+            async for part in reply.content.iter_any():
+                body += part
+                if len(body) > _MAX_REPORT_BYTES:
+                    pod.lose(f"/state answers more than {_MAX_REPORT_BYTES} bytes")
+                    return
         pod.heard_s = asked_s
         if reply.status != 200:
             pod.lose(f"/state answers {reply.status}")
