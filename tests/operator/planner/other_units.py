@@ -129,7 +129,8 @@ def setup_in_seconds(setup: Setup, k: int) -> Setup:
 
 def numbers(value: Any) -> dict[str, Any]:
     """What a plan or a solution states, field by field, without its sentences."""
-    return {name: each for name, each in asdict(value).items() if name not in {"binds", "lines", "bounds", "misses"}}
+    texts = {"binds", "lines", "bounds", "misses", "doubts"}
+    return {name: each for name, each in asdict(value).items() if name not in texts}
 
 
 def in_units(value: Any, k: int, *endings: str) -> dict[str, Any]:

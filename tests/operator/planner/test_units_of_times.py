@@ -312,6 +312,7 @@ def test_targets_in_shorter_seconds_are_met_by_the_same_settings(work: Workload,
     assert numbers(one) == numbers(other)
     assert [(b.limit, b.max_num_seqs) for b in other.bounds] == [(b.limit, b.max_num_seqs) for b in one.bounds]
     assert [miss.field for miss in other.misses] == [miss.field for miss in one.misses]
+    assert [doubt.field for doubt in other.doubts] == [doubt.field for doubt in one.doubts]
     # and in seconds, by what is shown in milliseconds
     for bound in one.bounds:
         longest_ms = target_ms(work, bound.limit)
