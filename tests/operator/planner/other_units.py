@@ -143,5 +143,7 @@ def _rates(chip: Chip) -> dict[str, float]:
 
 
 def _multiplied(model: Any, names: tuple[str, ...], k: float) -> Any:
-    values = {name: getattr(model, name) for name in names}
-    return model.model_copy(update={name: value * k for name, value in values.items() if value is not None})
+    values = {name: getattr(model, name) * k for name in names if getattr(model, name) is not None}
+    # a rate of a profile is a whole number, as the API has it
+    whole = {name: int(value) if value == int(value) else value for name, value in values.items()}
+    return model.model_copy(update=whole)
