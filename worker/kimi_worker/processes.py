@@ -52,7 +52,7 @@ def run_child(process: str, run_dir: Path, name: str, body: Callable[[], None]) 
     try:
         body()
     except Exception as error:  # noqa: BLE001 - the edge of the process
-        _leave(run_dir, process, LastWords(f"{name}: {_told(error)}", type(error).__name__ in CONSEQUENCES))
+        _leave(run_dir, process, LastWords(f"{name}: {told(error)}", type(error).__name__ in CONSEQUENCES))
         log.error("process_failed", process=process, errors=places(error))
         sys.stderr.flush()
         # Destructors of collectives and transports may wait for peers that are gone.
@@ -87,7 +87,7 @@ def wait_for_first(names: dict[int, str], run_dir: Path, collectives: str) -> No
         _leave(run_dir, process, LastWords(f"{names[pid]}: killed by {signal.Signals(-code).name}", is_consequence))
 
 
-def _told(error: Exception) -> str:
+def told(error: Exception) -> str:
     """An error for the pod's termination message, which anybody may read who sees the pod.
 
     In its own words where they are about the machine or say what to do; those of a bug may quote a prompt, so that only

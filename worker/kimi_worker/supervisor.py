@@ -19,7 +19,7 @@ import structlog
 import zmq
 
 from kimi_worker.discovery import PeerDiscovery
-from kimi_worker.processes import read_last_words
+from kimi_worker.processes import read_last_words, told
 from kimi_worker.protocol.engine import Drain, FromEngine, LaneState, ToEngine, Verify, Watch, api_socket
 from kimi_worker.settings import PodIdentity, Role, WorkerSettings, child_environment
 
@@ -252,7 +252,7 @@ def run_pod(settings: WorkerSettings, identity: PodIdentity, settings_path: Path
         return 1
     except Exception as error:
         # The edge of the process: a bug of ours must be as visible as a dead rank.
-        leave_message(identity, f"supervisor: {type(error).__name__}: {error}")
+        leave_message(identity, f"supervisor: {told(error)}")
         raise
     log.info("pod_ended")
     return 0

@@ -165,7 +165,8 @@ def _leader(parts: Parts) -> Leader:
 
 def _scheduler(parts: Parts) -> LaneScheduler:
     settings, config = parts.settings, parts.runner.config
-    return LaneScheduler(settings.limits, settings.model.max_model_len, frozenset(config.eos_token_ids))
+    eos_token_ids = frozenset(config.eos_token_ids)
+    return LaneScheduler(settings.limits, settings.model.max_model_len, config.vocab_size, eos_token_ids)
 
 
 def _wait_for(followers: list[FollowerLink], timeout_s: float) -> list[Started]:

@@ -95,7 +95,7 @@ class Driven:
             page_size_tokens=lane.page_size_tokens, num_state_slots=lane.num_slots,
         )  # fmt: skip
         self.lanes = [
-            LaneScheduler(limits, lane.max_context, frozenset()) for _ in range(service.lanes * service.groups)
+            LaneScheduler(limits, lane.max_context, 1, frozenset()) for _ in range(service.lanes * service.groups)
         ]
 
     def at(self, when_s: float, event: Callable[[float], None]) -> None:

@@ -133,7 +133,7 @@ class Lane:
         timing = Timing(reservation_timeout_s=20.0, silence_s=6.0, write_timeout_s=8.0)
         facts = LaneState(0, endpoint, False, 0, 0, 0, 0, LIMITS.num_pages, 0, LIMITS.num_state_slots, 0, 3)
         self.engine = LaneEngine(
-            LaneScheduler(LIMITS, MAX_MODEL_LEN, frozenset()),
+            LaneScheduler(LIMITS, MAX_MODEL_LEN, VOCABULARY, frozenset()),
             facts,
             decode=DecodeSide(identity, timing) if role == "decode" else None,
             prefill=PrefillSide(identity, timing) if role == "prefill" else None,

@@ -1,6 +1,7 @@
 """The sockets between lanes and to the coordinator, over real TCP and IPC within one process."""
 
 import contextlib
+import math
 import random
 import signal
 import socket
@@ -413,6 +414,18 @@ def test_speakers_of_an_old_protocol_are_passed_over(context: Context, address: 
         assert here.socket.poll(5_000), "the message has arrived"
         assert list(here.receive()) == []
     other = PeerLink(context, free_address())
+    other.send(address, Abort(1, 2, 3), now=0.0)
+    assert [message for _, message in collect(here.receive, 1)] == [Abort(1, 2, 3)]
+
+
+def test_impossible_sampling_is_no_message(context: Context, address: str) -> None:
+    """It would be found out in the middle of a step, which all ranks of a group run together."""
+    here, other = PeerLink(context, address), PeerLink(context, free_address())
+    for sampling in (
+        Sampling(0), Sampling(1, temperature=-1.0), Sampling(1, temperature=math.nan), Sampling(1, temperature=1e300),
+        Sampling(1, top_p=0.0), Sampling(1, top_p=math.nan), Sampling(1, logprobs=-1), Sampling(1, logprobs=2**40),
+    ):  # fmt: skip
+        other.send(address, Prefill(1, 2, 3, [1], sampling, [1], 0, 1.0), now=0.0)
     other.send(address, Abort(1, 2, 3), now=0.0)
     assert [message for _, message in collect(here.receive, 1)] == [Abort(1, 2, 3)]
 

@@ -81,7 +81,7 @@ def limits(**changes: int) -> LimitSettings:
 
 
 def scheduler(**changes: int) -> LaneScheduler:
-    return LaneScheduler(limits(**changes), max_model_len=48, eos_token_ids=frozenset({EOS}))
+    return LaneScheduler(limits(**changes), max_model_len=48, vocab_size=VOCABULARY, eos_token_ids=frozenset({EOS}))
 
 
 def request(name: str, num_tokens: int, max_tokens: int = 8, **fields: object) -> Request:
@@ -157,6 +157,8 @@ def test_full_queue_and_impossible_prompts_are_refused_and_leave_nothing() -> No
     assert long.value.code == "prompt_too_long"
     with pytest.raises(RequestRefusedError, match="no tokens"):
         lane.submit(request("empty", 0))
+    with pytest.raises(RequestRefusedError, match="token id 23 is not below the 23"):
+        lane.submit(Request("strange", [1, VOCABULARY, 2], Sampling(max_tokens=1)))
     assert lane.num_requests == 0
     lane.check()
 

@@ -5,9 +5,11 @@ frame, a MessagePack of `ToEngine` or `FromEngine`. Answers go to the client tha
 """
 
 from pathlib import Path
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
-from msgspec import Struct
+from msgspec import Meta, Struct
+
+MAX_LOGPROBS = 20
 
 
 def api_socket(run_dir: Path, lane: int) -> str:
@@ -18,11 +20,11 @@ def api_socket(run_dir: Path, lane: int) -> str:
 class Sampling(Struct, frozen=True):
     """How to choose tokens and when to stop. Temperature 0 is greedy; `seed` makes sampling repeatable."""
 
-    max_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
+    max_tokens: Annotated[int, Meta(ge=1)]
+    temperature: Annotated[float, Meta(ge=0, le=2)] = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
     seed: int | None = None
-    logprobs: int | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     """None: no log-probabilities; n: the chosen token's and the n most likely ones'."""
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False

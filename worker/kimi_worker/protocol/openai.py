@@ -6,7 +6,8 @@ from typing import Annotated, NamedTuple, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
-MAX_LOGPROBS = 20
+from kimi_worker.protocol.engine import MAX_LOGPROBS
+
 _INT64 = 2**63
 _MAX_ECHO = 60
 """Characters of what a client sent that an error repeats at most: enough to recognise it."""

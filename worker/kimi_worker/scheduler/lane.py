@@ -49,11 +49,14 @@ class Progress:
 class LaneScheduler:
     """Owns the requests, pages and slots of a lane. Not thread-safe; time does not enter."""
 
-    def __init__(self, limits: LimitSettings, max_model_len: int, eos_token_ids: frozenset[int]) -> None:
+    def __init__(
+        self, limits: LimitSettings, max_model_len: int, vocab_size: int, eos_token_ids: frozenset[int]
+    ) -> None:
         self.memory = LaneMemory(limits.num_pages, limits.page_size_tokens, limits.num_state_slots)
         self.num_preemptions = 0
         self._limits = limits
         self._max_model_len = max_model_len
+        self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._requests: dict[str, Request] = {}
         self._waiting: deque[Request] = deque()
@@ -108,6 +111,11 @@ class LaneScheduler:
                 "prompt_too_long",
                 f"the prompt has {request.num_prompt_tokens} tokens; "
                 f"at most {self._max_model_len - 1} leave room for an answer",
+            )
+        if (strange := max(request.token_ids)) >= self._vocab_size:
+            # The API looks too, but prompts also come from peers: one row beyond the embedding ends every rank.
+            raise RequestRefusedError(
+                "engine_error", f"token id {strange} is not below the {self._vocab_size} of the model"
             )
         if len(self._waiting) >= self._limits.max_queued:
             raise RequestRefusedError("queue_full", f"{len(self._waiting)} requests wait already; try again later")
