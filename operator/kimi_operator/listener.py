@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import socket
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, Self
 
 
@@ -41,8 +42,19 @@ class Listener(socket.socket):
 
     def use(self, descriptor: int) -> None:
         """A connection has brought a request: the others go first."""
-        if connection := self._used.pop(descriptor, None):
-            self._used[descriptor] = connection
+        with self.keep(descriptor):
+            pass
+
+    @contextmanager
+    def keep(self, descriptor: int) -> Iterator[None]:
+        """A connection that must not give way while the block runs; the caller bounds how many there are."""
+        connection = self._used.pop(descriptor, None)
+        try:
+            yield
+        finally:
+            # closed meanwhile, its number may be another one's
+            if connection is not None and connection.fileno() == descriptor:
+                self._used[descriptor] = connection
 
     def _make_room(self) -> None:
         self._used = {at: connection for at, connection in self._used.items() if connection.fileno() == at}

@@ -6,6 +6,7 @@ to take objects of it; structlog imports rich for coloured traces. Together they
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import sys
 
@@ -25,6 +26,9 @@ def main() -> None:
     leave_out()
     from kimi_operator.__main__ import main as run  # noqa: PLC0415  # not before the line above
 
+    # What is imported stays: collections of garbage, for which everything else waits, need not look at it again.
+    gc.collect()
+    gc.freeze()
     run()
 
 

@@ -118,14 +118,17 @@ class Webhook:
 
     async def _answer(self, http: web.Request) -> web.Response:
         until_s = asyncio.get_running_loop().time() + ANSWER_S
-        if self._listener is not None and http.transport is not None:
-            self._listener.use(http.transport.get_extra_info("socket").fileno())
+        if self._listener is None or http.transport is None:
+            return _no_answer(400, "the connection is gone")
+        connection = http.transport.get_extra_info("socket").fileno()
+        self._listener.use(connection)
         async with AsyncExitStack() as held:
             try:
                 body = await self._take(http, held, until_s)
             except NotTaken as why:
                 return _no_answer(why.status, why)
-            return await self._answer_to(body, until_s)
+            with self._listener.keep(connection):
+                return await self._answer_to(body, until_s)
 
     async def _take(self, http: web.Request, held: AsyncExitStack, until_s: float) -> bytearray:
         """The body, once it is whole and has a place, which `held` gives back. Raises NotTaken.

@@ -72,7 +72,7 @@ def _edited(inputs: Inputs, edit: str) -> Inputs:
     except (yaml.YAMLError, ValueError, TypeError, AttributeError) as error:
         raise refuse(f"--what-if {key}", repr(text), "a value", "quote it as in YAML") from error
     check_values(f"--what-if {key}", value)
-    if key == "nodes":
+    if key.strip() == "nodes":
         return _with_nodes(inputs, value)
     section, _, rest = key.partition(".")
     if section in ("profile", "workload") and rest:
@@ -123,8 +123,11 @@ def _shares(nodes: Mapping[Role, int]) -> str:
 
 def heading(edits: Iterable[str], spec: KimiDeploymentSpec) -> str:
     """The edits as they were typed; a number of nodes with what each role got of it."""
-    shares = ", ".join(f"{number} {role}" for role, number in nodes_of(spec).items())
-    return ", ".join(f"{edit} ({shares})" if edit.startswith("nodes=") else edit for edit in edits)
+    nodes = nodes_of(spec)
+    shares = ", ".join(f"{number} {role}" for role, number in nodes.items())
+    # a later edit may have changed them again
+    typed = f"nodes={sum(nodes.values())}"
+    return ", ".join(f"{edit} ({shares})" if edit.replace(" ", "") == typed else edit for edit in edits)
 
 
 def _with_source(profile: dict[str, Any], path: str) -> dict[str, Any]:

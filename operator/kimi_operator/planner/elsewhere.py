@@ -17,8 +17,11 @@ from kimi_operator.planner.targets import TARGETS
 def with_remedies(problems: Iterable[Problem], request: Search, spec: KimiDeploymentSpec) -> tuple[Problem, ...]:
     """The same; a missed target names the layout that meets it, or says that none does.
 
-    Each role keeps its nodes and the GPUs of a node; how they are grouped, and tensorParallel, may change.
+    Each role keeps its nodes, the GPUs of a node and a maxNumSeqs that is stated; how nodes are grouped, and
+    tensorParallel, may change.
     """
+    stated = {role: seqs for role in Role if (seqs := spec.role(role).max_num_seqs) is not None}
+    request = replace(request, max_num_seqs=stated)
     return tuple(
         replace(problem, remedy=_remedy(problem, request, spec)) if problem.field in TARGETS else problem
         for problem in problems

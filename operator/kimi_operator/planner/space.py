@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from kimi_operator.api.deployment import Role
@@ -21,6 +21,7 @@ from kimi_operator.planner.memory import (
     slot_bytes,
     weight_lines,
 )
+from kimi_operator.planner.pools import num_slots
 from kimi_operator.planner.solve import solve
 from kimi_operator.planner.unified import block_layout
 from kimi_operator.planner.workload import Workload
@@ -73,10 +74,12 @@ class Search:
     experts: ExpertFormat = ExpertFormat.MXFP4
     max_model_len: int | None = None
     """Tokens that a request may have and both roles must hold, where they are stated."""
+    max_num_seqs: Mapping[Role, int] = field(default_factory=dict)
+    """Running requests of a lane, where they are stated: a pool sets their slots aside however few run."""
     pool_bytes: int | None = None
     """Of a GPU, where a pool is stated, as vLLM takes it; no command states one."""
     timing: Callable[[GroupShape, int], Timing] | None = None
-    """(shape, role, groups) -> times of each group."""
+    """(shape, groups) -> times of each group."""
     throughput: Callable[[Layout, Solution], float] | None = None
     """(layout, decode) -> requests or tokens a second, more is better. Without it capacity ranks, and
     then the fewest prefill groups win: capacity knows nothing of how fast prompts come."""
@@ -111,12 +114,15 @@ class Search:
         return self.workload.within(self.longest)
 
     def _case(self, role: Role, shape: GroupShape, groups: int) -> Case:
+        budget, stated = self.budget(shape), self.max_num_seqs.get(role)
+        if stated is not None and isinstance(budget.design, PagePool):
+            budget = replace(budget, design=replace(budget.design, slots=num_slots(stated)))
         return Case(
             workload=self._served,
             role=role,
             lanes=groups * shape.lanes,
-            budget=self.budget(shape),
-            most_seqs=self.profile.limits.max_num_seqs,
+            budget=budget,
+            most_seqs=stated or self.profile.limits.max_num_seqs,
             max_positions=self.longest,
             timing=None if self.timing is None else self.timing(shape, groups),
             longest=self.max_model_len or 1,

@@ -35,7 +35,7 @@ class _Judged:
 
 
 def missed(case: Case, seqs: int) -> Iterator[Problem]:
-    """Targets that not even one request of a lane meets."""
+    """Targets that are not met: by not even one request of a lane, or by a captured batch of more."""
     for each in _judged(case, seqs):
         if each.time_s > each.target_s:
             expected = f"at least {each.time_s:.4g} s, {each.what}" + (

@@ -49,3 +49,12 @@ def test_a_proportion_that_is_not_whole_is_refused_with_the_keys_to_set(run: Run
     assert "set prefill.groups (now 1 of 2 nodes) and decode.groups (now 1 of 2 nodes) instead" in err
     _, groups = groups_of(run, "-f", MI300X, "--what-if", "decode.groups=2")
     assert groups == {"decode.groups": "2"}
+
+
+@pytest.mark.parametrize(("edits", "heading"), [
+    (["nodes = 8"], "nodes = 8 (4 prefill, 4 decode)"),
+    (["nodes=8", "decode.groups=3"], "nodes=8, decode.groups=3"),
+])  # fmt: skip
+def test_shares_stand_beside_nodes_while_they_are_their_sum(run: Run, edits: list[str], heading: str) -> None:
+    _, out, err = run("plan", "-f", MI300X, *(part for edit in edits for part in ("--what-if", edit)))
+    assert out.splitlines()[0].endswith(heading), out + err

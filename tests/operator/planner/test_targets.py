@@ -119,6 +119,15 @@ def test_the_nearest_layout_that_meets_a_missed_target_is_named() -> None:
         assert f"; use prefill: {shape}, decode: {shape}, which meets it within the band, or raise it" in warning
 
 
+def test_a_named_layout_keeps_the_max_num_seqs_that_is_stated() -> None:
+    """One request a lane: half as many lanes hold half as many."""
+    workload = asked((step_s(4) + step_s(2)) / 2) | {"concurrency": 8}
+    plan = plan_on(K3, spec_of(workload, maxNumSeqs=1), MI300X)
+    assert isinstance(plan, Plan), str(plan)
+    (warning,) = plan.warnings
+    assert "decode: 1 x 2 nodes (TP4 DP4 EP16), which meets it within the band but misses concurrency, or" in warning
+
+
 def test_without_a_layout_that_meets_it_the_plan_says_so() -> None:
     warning = warning_of(0.9 * step_s(8))
     assert warning.endswith("; no other tensorParallel or size of a group on the same nodes meets it: raise it")

@@ -235,6 +235,11 @@ async def test_a_body_that_is_too_large_or_never_comes_is_given_up(
 HALF_A_HEAD = f"POST {PATH} HTTP/1.1\r\nHost: ".encode()
 
 
+def num_held() -> int:
+    """Connections in memory, by type: isinstance would ask objects of other tests, which may answer with a warning."""
+    return sum(type(one) is SSLProtocol for one in gc.get_objects())
+
+
 async def ask_again(streams: Streams) -> int:
     """A short question over a connection that stays open; the status."""
     reader, writer = streams
@@ -252,6 +257,7 @@ async def test_idle_connections_are_bounded_and_keep_nobody_from_an_answer(
     context = ssl.create_default_context(cadata=trusted.trusted)
     port, at_most = trusted.webhook.bound_port, endpoint.MAX_CONNECTIONS
     idle: list[Streams] = []
+    held_before = num_held()
     async with asyncio.timeout(4 * DEADLINE_S), AsyncExitStack() as opened:
         used = await asyncio.open_connection("localhost", port, ssl=context)
         opened.callback(used[1].transport.abort)
@@ -266,9 +272,34 @@ async def test_idle_connections_are_bounded_and_keep_nobody_from_an_answer(
         assert (await trusted.ask(review(deployment(TOO_LARGE))))[1]["response"]["allowed"] is False
         await until(lambda: sum(not reader.at_eof() for reader, _ in idle) < at_most)
         assert await ask_again(used) == 400
-        # by its type: isinstance would ask objects of other tests, which may answer with a warning
-        held = sum(type(one) is SSLProtocol for one in gc.get_objects())
+        held = num_held() - held_before
         assert held < 3 * at_most + clients * ("head" in kind), "what has ended is not kept in memory"
+
+
+async def test_a_question_that_is_being_decided_keeps_its_connection(
+    stage: Stage, trusted: Asker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many connections come meanwhile."""
+    answers, asked, real = asyncio.Event(), asyncio.Event(), Cluster.list
+
+    async def late(cluster: Cluster, kind: str, **more: Any) -> Any:
+        asked.set()
+        await answers.wait()
+        return await real(cluster, kind, **more)
+
+    monkeypatch.setattr(Cluster, "list", late)
+    monkeypatch.setattr(endpoint, "ANSWER_S", DEADLINE_S)
+    async with asyncio.timeout(2 * DEADLINE_S), AsyncExitStack() as opened, asyncio.TaskGroup() as group:
+        question = group.create_task(trusted.ask(review(deployment())))
+        await asked.wait()
+        burst = [
+            await asyncio.open_connection("localhost", trusted.webhook.bound_port)
+            for _ in range(2 * endpoint.MAX_CONNECTIONS)
+        ]
+        for _, writer in burst:
+            opened.callback(writer.transport.abort)
+        answers.set()
+        assert (await question)[1]["response"]["allowed"] is True
 
 
 @pytest.mark.parametrize("sent", [b"", HALF_A_HEAD])
@@ -280,7 +311,9 @@ async def test_a_head_that_never_comes_is_given_up(asker: Asker, monkeypatch: py
     reader, writer = await asyncio.open_connection("localhost", asker.webhook.bound_port, ssl=context)
     writer.write(sent)
     async with asyncio.timeout(DEADLINE_S):
-        assert await reader.read() == b""
+        # what it sends late, on a busy machine, is answered by a reset
+        with suppress(ConnectionError):
+            assert await reader.read() == b""
     writer.close()
 
 

@@ -295,6 +295,20 @@ def test_undisturbed_requests_are_all_answered_and_state_is_told() -> None:
     prefill.assert_at_rest()
 
 
+def test_a_first_token_that_the_model_does_not_have_fails_its_request_alone() -> None:
+    """As of a prefill pod that is not what it says: as the input of a step it would end a rank."""
+    prefill, decode = pair()
+    honest = prefill.model.execute
+    prefill.model.execute = lambda plan: [SampledToken(VOCABULARY) for _ in honest(plan)]  # type: ignore[method-assign]
+    decode.send(Submit("strange", [1, 2, 3], greedy(8), "prefill"))
+    decode.send(Submit("own", [1, 2, 3], greedy(8), None))
+    decode.world.loop.run(30.0)
+    assert (decode.outcomes["strange"].tokens, decode.outcomes["strange"].ends) == ([], ["handoff_failed"])
+    assert decode.outcomes["own"].tokens == generate([1, 2, 3], 8)
+    for lane in (prefill, decode):
+        lane.assert_at_rest()
+
+
 def test_draining_lane_refuses_clients_and_peers_but_finishes() -> None:
     prefill, decode = pair()
     decode.send(Submit("before", [1, 2, 3], greedy(8), "prefill"))

@@ -337,7 +337,14 @@ class LaneEngine:
         caller = self._callers[action.request_id]
         caller.handoff_bytes, caller.handoff_s = action.num_bytes, action.seconds
         caller.reserved_s = now - caller.reserved_at
-        self._answer(self.scheduler.activate(request, action.first.token_id), action.first, now)
+        progress, first = self.scheduler.activate(request, action.first.token_id), action.first
+        if progress.token_id is None:
+            del self._callers[action.request_id]
+            text = f"prefill sampled token id {first.token_id}, which this model does not have"
+            self._fail(caller.client, action.request_id, "handoff_failed", text, retryable=True)
+            _log_end(caller, "handoff_failed", now)
+            return
+        self._answer(progress, first, now)
 
     def _handoff_failed(self, action: Fail, now: float) -> None:
         self.scheduler.cancel(action.request_id)

@@ -69,7 +69,7 @@ class TokenLogprob(Struct, frozen=True, array_like=True):
 
 
 class SampledToken(Struct, frozen=True, array_like=True):
-    token_id: int
+    token_id: Annotated[int, Meta(ge=0, lt=2**31)]
     logprob: float | None = None
     top: list[TokenLogprob] = []
 

@@ -113,7 +113,7 @@ class LaneScheduler:
                 f"at most {self._max_model_len - 1} leave room for an answer",
             )
         if (strange := max(request.token_ids)) >= self._vocab_size:
-            # The API looks too, but prompts also come from peers: one row beyond the embedding ends every rank.
+            # The API looks too, but prompts also come from peers: a row beyond the embedding would end a rank.
             raise RequestRefusedError(
                 "engine_error", f"token id {strange} is not below the {self._vocab_size} of the model"
             )
@@ -137,8 +137,11 @@ class LaneScheduler:
         return reserved
 
     def activate(self, request: Request, first_token: int) -> Progress:
-        """A prefill lane has filled the request's memory and sampled its first token."""
+        """A prefill lane has filled the request's memory and sampled its first token; what is none ends the request."""
         assert request.phase is Phase.RESERVED, f"{request.request_id} is {request.phase}, not reserved"
+        if first_token >= self._vocab_size:
+            self._finish(request)
+            return Progress(request, None, None)
         request.num_computed = len(request.token_ids)
         request.token_ids.append(first_token)
         reason = request.finish_reason(self._max_model_len, self._eos_token_ids)
