@@ -96,7 +96,9 @@ def _changes(sides: tuple[_Side, _Side], heads: tuple[str, str], output: str, *,
     """
     before, after = sides
     rows = changes(before.figures, after.figures) if before.figures and after.figures else []
-    verdict, differing = Change("fits", before.text, after.text), [row for row in rows if row.is_changed]
+    verdict = Change("fits", before.text, after.text)
+    # prices are there because somebody asked for them
+    differing = [row for row in rows if row.is_changed or row.key.startswith("cost.")]
     status = DOES_NOT_FIT if after.problems or (is_whole and before.problems) else FITS
     head = [verdict] if is_whole or verdict.is_changed else []
     if output in ("json", "yaml"):

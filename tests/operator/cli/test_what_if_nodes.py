@@ -58,3 +58,11 @@ def test_a_proportion_that_is_not_whole_is_refused_with_the_keys_to_set(run: Run
 def test_shares_stand_beside_nodes_while_they_are_their_sum(run: Run, edits: list[str], heading: str) -> None:
     _, out, err = run("plan", "-f", MI300X, *(part for edit in edits for part in ("--what-if", edit)))
     assert out.splitlines()[0].endswith(heading), out + err
+
+
+def test_a_price_that_was_asked_for_is_shown_though_it_stays(run: Run) -> None:
+    """Twice the nodes give twice the tokens."""
+    _, out, err = run("plan", "-f", MI300X, "--what-if", "nodes=8", "--cost", 2.5, "-o", "json")
+    prices = {row["key"]: (row["before"], row["after"]) for row in json.loads(out)["changes"] if "cost." in row["key"]}
+    assert prices, err
+    assert prices["cost.output"][0] == prices["cost.output"][1]
