@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -276,6 +277,14 @@ def _speed(prefill: RoleOutlook, decode: RoleOutlook, workload: Workload, foreca
     of_lane = Capacity(decode.plan.max_num_seqs, decode.plan.num_pages, decode.plan.page_size_tokens)
     full = of_lane.running(request)[0] * decode.lanes
     asked = workload.running or full
+    if workload.requests_per_second is not None:
+        # `running` is for a token that takes as long as its target allows; what comes is served sooner
+        needed = float(workload.requests_per_second) * request.output_tokens
+        asked = 1 + bisect_left(
+            range(1, asked),
+            needed,
+            key=lambda at: throughput_curve(sides[0], of_lane, request, (at,), sides[1])[0].tokens_per_second.value,
+        )
     concurrencies = sorted({*_spread(1, max(2, 2 * full), CURVE_POINTS), full or 1, asked})
     curve = throughput_curve(sides[0], of_lane, request, concurrencies, sides[1])
     alone = PrefillLoad(*workload.computed_and_reused(workload.prompt.mean), forecast.chunk_tokens)

@@ -72,3 +72,11 @@ def test_the_price_is_of_the_load_that_the_plan_shows(run: Run, flags: tuple[obj
     _, text, _ = run("plan", "-f", MI325X, *flags, "--cost", 3)
     assert f"for the output of {speed['concurrency']:,} at once, as above" in text
     assert f"tokens/s ({number(speed['throughput']['low'])}" in text
+
+
+def test_a_stated_rate_is_the_output_whatever_the_targets_allow(run: Run) -> None:
+    """Half a request a second of 500 tokens: a looser target neither makes more of them nor each cheaper."""
+    load = ("--requests-per-second", 0.5, "--prompt-tokens", 4000, "--output-tokens", 500)
+    tight, loose = (speed_of(run, "--nodes", 4, *load, "--target-tpot", target) for target in ("150ms", "300ms"))
+    assert (tight["concurrency"], tight["throughput"]) == (loose["concurrency"], loose["throughput"])
+    assert 250 <= tight["throughput"]["value"] < 250 * (1 + 1 / (tight["concurrency"] - 1))
