@@ -267,6 +267,7 @@ def _phase_document(change: Change, samples: list[Sample]) -> dict[str, Any]:
         "bandPercentBefore": 100 * math.expm1(change.before.error),
         "bandPercentAfter": 100 * math.expm1(change.after.error),
         "calibratedOnBefore": change.before.text,
+        "calibratedOnAfter": change.after.text,
         "points": [
             {
                 "load": sample.name,
@@ -289,6 +290,7 @@ def _text(done: Calibrated) -> Iterator[str]:
         bands = (math.expm1(each.error) for each in (change.before, change.after))
         yield "  band  {:.1%} -> {:.1%}".format(*bands)
         yield f"  before: {change.before.text}"
+        yield f"  after: {change.after.text}"
         yield f"  {'measured':<34} {'ms':>12} {'error before':>13} {'after':>8} {'left out':>9}"
         for point in _phase_document(change, done.samples[name])["points"]:
             errors = (_percent(point[error]) for error in ("errorBefore", "errorAfter", "errorLeftOut"))

@@ -26,7 +26,8 @@ WIDTHS = (26, 9, 12, 12, 9, 22, 7)
 BANDS = (
     "A fitted time is met by its own factor. A held-out one has no part in its factor nor in its band, which is as "
     "wide as the worst of the other held-out times, or the refits: so the worst of all may lie outside. The bands of "
-    "plans count every held-out time."
+    "plans count every held-out time; those of a factor borrowed from another chip or engine also count each fitted "
+    "time as other chips' factors predict it."
 )
 PROMPTS = (
     "The times are whole answers of lengths that were not recorded; each token of an answer adds a decode step, which "

@@ -5,7 +5,7 @@ How a prediction finds its factor, nearest first:
   same isa   of this engine on another chip of the same instruction set
   borrowed   the closest there is: this chip with another engine, else its instruction set, else all
 Each step has its own held-out points, so its error is measured and not guessed: those of the step itself and of all
-nearer ones, and for `borrowed` also what each chip's fitted points show when the other chips' factor predicts them.
+nearer ones, and for `borrowed` also each fitted point, predicted with its chip left out. Texts tell the two apart.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import TypeAlias
 
 from kimi_operator.planner.predict import (
     Anchor,
@@ -98,7 +99,7 @@ def calibrate(setup: Setup, phase: type[DecodeLoad | PrefillLoad], samples: Iter
     """The nearest factor for a setup, with the held-out error of its kind. Raises ValueError without fitted points."""
     mine = tuple(sample for sample in samples if isinstance(sample.load, phase))
     nearness, chosen = _nearest(setup, [sample for sample in mine if sample.use is Use.FITTED])
-    errors = _held_out_errors(nearness, mine)
+    held, without_chip = _held_out_errors(nearness, mine), _errors_without_chip(nearness, mine)
     names = ", ".join(_name(sample) for sample in chosen)
     where = {
         Nearness.OWN: "",
@@ -106,10 +107,10 @@ def calibrate(setup: Setup, phase: type[DecodeLoad | PrefillLoad], samples: Iter
         Nearness.BORROWED: f", borrowed: nothing of {setup.engine.name} on {setup.chip.isa} was measured",
     }[nearness]
     factor = _factor(chosen)
-    band = f"{_held_text(errors)}, and refits over what is assumed"
+    band = f"{_errors_text(held, without_chip)}, and refits over what is assumed"
     return Calibration(
         anchors=tuple(sample.anchor for sample in chosen),
-        error=_worst(error for _, error in errors),
+        error=_worst(error for _, error in held + without_chip),
         text=f"factor {factor:.3f} fitted on {names}{where}; band: {band}",
     )
 
@@ -136,9 +137,12 @@ def refit(measured: Sequence[Sample], before: Calibration, published: Sequence[S
     left_out = tuple(_error(s, _factor([o for o in measured if o is not s])) for s in measured if len(measured) > 1)
     worst = max((abs(math.log1p(error)) for error in left_out), default=0.0)
     of_published = _held_out_errors(Nearness.OWN, tuple(s for s in published if isinstance(s.load, phase)))
-    error = worst if len(measured) >= ENOUGH_POINTS else max(worst, _worst(error for _, error in of_published))
-    factor = _factor(measured)
-    after = Calibration(anchors, error, f"factor {factor:.3f} fitted on {len(measured)} measured points")
+    is_enough = len(measured) >= ENOUGH_POINTS
+    error = worst if is_enough else max(worst, _worst(error for _, error in of_published))
+    factor, points = _factor(measured), f"{len(measured)} measured point" + ("s" if len(measured) > 1 else "")
+    bands = ["each of them predicted with itself left out"] if left_out else []
+    bands += [] if is_enough else [f"fewer than {ENOUGH_POINTS}, so also {_errors_text(of_published, [])}"]
+    after = Calibration(anchors, error, f"factor {factor:.3f} fitted on {points}; band: {', '.join(bands)}")
     return Change(
         before=before,
         after=after,
@@ -213,18 +217,31 @@ def _hardware(setup: Setup) -> tuple[str, float, float | None]:
     return chip.isa, chip.hbm_bytes_per_second, chip.bf16_flops
 
 
-def _held_out_errors(nearness: Nearness, samples: Sequence[Sample]) -> list[tuple[Sample, float]]:
-    """The held-out points of this step and of nearer ones, each with its error: predicted over measured, less one."""
+_Errors: TypeAlias = list[tuple[Sample, float]]
+"""Points, each with its error: predicted over measured, less one."""
+
+
+def _held_out_errors(nearness: Nearness, samples: Sequence[Sample]) -> _Errors:
+    """The held-out points of this step and of nearer ones."""
     order = list(Nearness)
     fitted = [sample for sample in samples if sample.use is Use.FITTED]
-    errors: list[tuple[Sample, float]] = []
+    errors: _Errors = []
     for sample in samples:
         step, chosen = _nearest(sample.setup, fitted)
         if sample.use is Use.HELD_OUT and order.index(step) <= order.index(nearness):
             errors.append((sample, _error(sample, _factor(chosen))))
-        elif sample.use is Use.FITTED and nearness is Nearness.BORROWED:
-            others = [other for other in fitted if _hardware(other.setup) != _hardware(sample.setup)]
-            errors += [(sample, _error(sample, _factor(others)))] if others else []
+    return errors
+
+
+def _errors_without_chip(nearness: Nearness, samples: Sequence[Sample]) -> _Errors:
+    """For a borrowed factor: the fitted points, each predicted by those of other chips alone."""
+    if nearness is not Nearness.BORROWED:
+        return []
+    fitted = [sample for sample in samples if sample.use is Use.FITTED]
+    errors: _Errors = []
+    for sample in fitted:
+        if others := [other for other in fitted if _hardware(other.setup) != _hardware(sample.setup)]:
+            errors.append((sample, _error(sample, _factor(others))))
     return errors
 
 
@@ -233,21 +250,28 @@ def _worst(errors: Iterable[float]) -> float:
     return max((abs(math.log1p(error)) for error in errors), default=0.0)
 
 
-def _held_text(errors: Sequence[tuple[Sample, float]]) -> str:
-    """How measured times lie about their predictions: to which side, how far, and which point sets the band."""
-    if not errors:
-        return "no held-out point"
+def _errors_text(held: _Errors, without_chip: _Errors) -> str:
+    """How measured times lie about their predictions, of held-out points and of fitted ones apart."""
+    texts = [_spread_text(held, "held-out point", "") if held else "no held-out point"]
+    if without_chip:
+        texts.append(_spread_text(without_chip, "fitted point", "predicted with its chip left out, "))
+    return "; ".join(texts)
+
+
+def _spread_text(errors: _Errors, what: str, how: str) -> str:
+    """To which side measured times lie, how far, and which of the points is the farthest."""
     over = [1 / (1 + error) - 1 for _, error in errors]
     least, most = min(over), max(over)
     far, _ = max(errors, key=lambda each: abs(math.log1p(each[1])))
     which = f"{far.name} of {far.setup.engine.name} on {far.setup.chip.name}"
-    points = f"{len(errors)} held-out points" if len(errors) > 1 else f"1 held-out point ({which})"
-    worst = f" (farthest: {which})" if len(errors) > 1 else ""
+    if len(errors) == 1:
+        side = "above" if most > 0 else "below"
+        return f"1 {what} ({which}), {how}measured {abs(most):.1%} {side} what was predicted"
+    points = f"{len(errors)} {what}s, {'each ' if how else ''}{how}measured"
     if least > 0 or most < 0:
         side, ends = ("above", (least, most)) if least > 0 else ("below", (-most, -least))
-        spread = " to ".join(f"{end:.1%}" for end in ends) if len(errors) > 1 else f"{ends[0]:.1%}"
-        return f"{points}, measured {spread} {side} what was predicted{worst}"
-    return f"{points}, measured from {-least:.1%} below to {most:.1%} above what was predicted{worst}"
+        return f"{points} {ends[0]:.1%} to {ends[1]:.1%} {side} what was predicted (farthest: {which})"
+    return f"{points} from {-least:.1%} below to {most:.1%} above what was predicted (farthest: {which})"
 
 
 def _factor(samples: Sequence[Sample]) -> float:

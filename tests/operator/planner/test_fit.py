@@ -316,3 +316,36 @@ def test_a_band_that_another_chip_sets_is_named_by_it() -> None:
     held = [sample(on("a"), 64, 1.21, Use.HELD_OUT), sample(on("z", "gfx950", "sglang"), 64, 1.3, Use.HELD_OUT)]
     text = calibrate(on("a"), DecodeLoad, fitted + held).text
     assert "(farthest: z sglang 64 of sglang on z)" in text
+
+
+def test_fitted_points_are_never_counted_among_the_held_out_ones() -> None:
+    """A borrowed factor is judged by both; each kind stands with its number and its own farthest point."""
+    fitted = [sample(on("a"), 8, 1.0), sample(on("z", isa="gfx950"), 8, 1.8)]
+    held = [sample(on("a"), 64, 1.1, Use.HELD_OUT), sample(on("z", isa="gfx950"), 64, 1.71, Use.HELD_OUT)]
+    text = calibrate(on("a", engine="new"), DecodeLoad, fitted + held).text
+    assert (
+        "band: 2 held-out points, measured from 5.0% below to 10.0% above what was predicted "
+        "(farthest: a vllm-int4 64 of vllm-int4 on a); 2 fitted points, each predicted with its chip left out, "
+        "measured from 44.4% below to 80.0% above what was predicted (farthest: "
+    ) in text
+    assert "fitted points" not in calibrate(on("a"), DecodeLoad, fitted + held).text.partition("band:")[2]
+
+
+def test_published_points_are_counted_as_the_check_counts_them() -> None:
+    worker = replace(SETUP, engine=worker_engine(built_in_profiles()["mi300x"]))
+    for phase in (DecodeLoad, PrefillLoad):
+        points = [s for s in PUBLISHED if isinstance(s.load, phase)]
+        held = [s.name for s in points if s.use is Use.HELD_OUT]
+        said_held, said_fitted = calibrate(worker, phase, PUBLISHED).text.partition("band: ")[2].split("; ")
+        assert said_held.startswith(f"{len(held)} held-out points, ")
+        assert said_fitted.startswith(f"{len(points) - len(held)} fitted points, each predicted with its chip left out")
+        assert any(f"farthest: {name} of" in said_held for name in held)
+        assert not any(f"farthest: {name} of" in said_fitted for name in held)
+
+
+def test_a_refit_says_what_its_band_is() -> None:
+    texts = [refit([sample(SETUP, c, 2.5) for c in (1, 8, 64)[:n]], BEFORE, PUBLISHED).after.text for n in (1, 2, 3)]
+    bands = [text.partition("band: ")[2] for text in texts]
+    assert bands[0].startswith("fewer than 3, so also 4 held-out points, measured")
+    assert bands[1].startswith("each of them predicted with itself left out, fewer than 3, so also 4 held-out points")
+    assert bands[2] == "each of them predicted with itself left out"
