@@ -23,8 +23,8 @@ from kimi_operator.cli.text import refusal_text
 from kimi_operator.planner import Infeasible
 from kimi_operator.planner.predict import Prediction
 from kimi_operator.planner.pressure import Row, Summary
-from kimi_operator.planner.replay import Service
 from kimi_operator.planner.retention import Retention
+from kimi_operator.planner.service import Service
 from kimi_operator.planner.units import bytes_text
 from kimi_operator.profiles.support import rates_warning
 

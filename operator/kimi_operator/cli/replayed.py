@@ -15,9 +15,11 @@ from kimi_operator.errors import InvalidSpec, Problem
 from kimi_operator.planner import Plan
 from kimi_operator.planner.predict import Prediction, Side, decode_step_ms, handoff_ms, prefill_ms
 from kimi_operator.planner.pressure import Row, Summary, summarise, table
-from kimi_operator.planner.replay import Lane, Replayed, Served, Service, paced, predicted_service, replay
+from kimi_operator.planner.replay import replay
 from kimi_operator.planner.retention import Retention, retention
 from kimi_operator.planner.roofline import DecodeLoad, PrefillLoad
+from kimi_operator.planner.served import Replayed, Served
+from kimi_operator.planner.service import Lane, Service, paced, predicted_service
 from kimi_operator.planner.turns import TurnRow, by_turn
 from kimi_operator.planner.units import ceil_div
 from kimi_operator.planner.workload import Workload, fixed

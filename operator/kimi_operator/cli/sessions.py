@@ -10,7 +10,7 @@ from kimi_operator.api.workload import MAX_TOKENS
 from kimi_operator.cli.flag_documents import seconds
 from kimi_operator.cli.flags import flag_name, refuse
 from kimi_operator.cli.session_flags import DEFAULTS, SessionFlags
-from kimi_operator.planner.replay import Agents, Session, draw
+from kimi_operator.planner.agents import Agents, Session, draw
 
 if TYPE_CHECKING:
     from kimi_operator.cli.trace import Trace

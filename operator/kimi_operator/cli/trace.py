@@ -15,7 +15,7 @@ from kimi_operator.api.workload import Tokens
 from kimi_operator.cli.files import refuse_file, text_of
 from kimi_operator.cli.flags import refuse
 from kimi_operator.cli.sessions import MOST_SECONDS, MOST_TURNS
-from kimi_operator.planner.replay import Session, Turn
+from kimi_operator.planner.agents import Session, Turn
 
 Seconds = Annotated[float, Field(ge=0, le=MOST_SECONDS, allow_inf_nan=False)]
 

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from kimi_operator.planner.replay import Cause, Level, Replayed, Served, Service
+from kimi_operator.planner.served import Cause, Level, Replayed, Served
+from kimi_operator.planner.service import Service
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from kimi_operator.planner.replay import Served
+from kimi_operator.planner.served import Served
 from kimi_operator.planner.units import ceil_div
 
 

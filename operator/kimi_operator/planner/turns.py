@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kimi_operator.planner.pressure import times
-from kimi_operator.planner.replay import Served
+from kimi_operator.planner.served import Served
 from kimi_operator.planner.units import ceil_div
 
 

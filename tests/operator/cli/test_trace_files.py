@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kimi_operator.cli.trace import read_trace
 from kimi_operator.errors import InvalidSpec
-from kimi_operator.planner.replay import Lane, Service, replay
+from kimi_operator.planner.replay import replay
+from kimi_operator.planner.service import Lane, Service
 
 SERVICE = Service(
     lane=Lane(10**6, 64, num_slots=3, max_running=2, max_context=10**9, max_queued=64, reservation_s=1e9),

@@ -12,22 +12,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
+from kimi_operator.planner.agents import Agents, Session, Turn, draw
 from kimi_operator.planner.memory import GroupShape
 from kimi_operator.planner.predict import Side
 from kimi_operator.planner.pressure import summarise, table
-from kimi_operator.planner.replay import (
-    Agents,
-    Lane,
-    Served,
-    Service,
-    Session,
-    Turn,
-    draw,
-    paced,
-    predicted_service,
-    replay,
-)
+from kimi_operator.planner.replay import replay
 from kimi_operator.planner.roofline import DecodeLoad, PrefillLoad, Setup
+from kimi_operator.planner.served import Served
+from kimi_operator.planner.service import Lane, Service, paced, predicted_service
 from kimi_operator.profiles import architecture, built_in_profiles
 from kimi_operator.profiles.measurements import built_in_measurements, calibration_for, worker_engine
 from kimi_worker.protocol.engine import Sampling

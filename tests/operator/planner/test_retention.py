@@ -7,8 +7,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from kimi_operator.planner.replay import Agents, Lane, Served, Service, draw, replay
+from kimi_operator.planner.agents import Agents, draw
+from kimi_operator.planner.replay import replay
 from kimi_operator.planner.retention import Retention, retention
+from kimi_operator.planner.served import Served
+from kimi_operator.planner.service import Lane, Service
 from kimi_operator.planner.turns import by_turn
 
 AGENTS = Agents(
