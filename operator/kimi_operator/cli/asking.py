@@ -29,8 +29,8 @@ from kimi_operator.errors import InvalidSpec, Problem
 from kimi_operator.planner import Plan
 from kimi_operator.planner.case import Solution
 from kimi_operator.planner.demand import FIELD
-from kimi_operator.planner.elsewhere import with_remedies
-from kimi_operator.planner.space import Search, page_pools
+from kimi_operator.planner.elsewhere import same_demand, with_remedies
+from kimi_operator.planner.pools import Settings
 from kimi_operator.planner.targets import TARGETS
 from kimi_operator.planner.workload import Workload, check_lengths, read_workload, workload_of
 from kimi_operator.profiles import architecture
@@ -177,17 +177,9 @@ def _with_remedies(outlook: Outlook) -> Outlook:
     missed = {miss for each in solutions if isinstance(each, Solution) for miss in each.misses if miss.field in TARGETS}
     if not missed:
         return outlook
-    planned, plan = outlook.planned, outlook.plan
-    profile, spec = planned.profile.spec, planned.deployment.spec
-    request = Search(
-        architecture=planned.architecture,
-        profile=profile,
-        workload=outlook.workload,
-        num_nodes=outlook.nodes,
-        design=page_pools(planned.architecture, profile, plan.kv_cache_dtype),
-        experts=plan.experts,
-        max_model_len=spec.model.max_model_len,
-        timing=forecast_of(planned.architecture, planned.profile, plan.kv_cache_dtype, outlook.workload).timing,
-    )
+    planned, plan, spec = outlook.planned, outlook.plan, outlook.planned.deployment.spec
+    forecast = forecast_of(planned.architecture, planned.profile, plan.kv_cache_dtype, outlook.workload)
+    settings = Settings(planned.architecture, spec, planned.profile.spec, plan.kv_cache_dtype, plan.transport)
+    request = same_demand(settings, outlook.workload, forecast.timing)
     misses = (with_remedies((each,), request, spec)[0] if each in missed else each for each in outlook.misses)
     return replace(outlook, misses=tuple(misses))

@@ -10,7 +10,7 @@ from typing import Any
 
 from kimi_operator.api.base import dump
 from kimi_operator.api.deployment import KimiDeploymentSpec, Role
-from kimi_operator.api.profile import Device, DType, HardwareProfile
+from kimi_operator.api.profile import DType, HardwareProfile
 from kimi_operator.cli.asking import Asked, asked_for, make_plan
 from kimi_operator.cli.cost import all_in, check_price, money, without_throughput
 from kimi_operator.cli.document import dumped
@@ -22,9 +22,10 @@ from kimi_operator.cli.text import refusal_text
 from kimi_operator.errors import InvalidSpec, KimiError
 from kimi_operator.planner import Architecture
 from kimi_operator.planner.case import Solution
-from kimi_operator.planner.memory import ExpertFormat, GroupShape
+from kimi_operator.planner.memory import GroupShape
 from kimi_operator.planner.plan import KV_DTYPES
-from kimi_operator.planner.search import Candidate, Reason, Refusal, Search, SearchResult, page_pools, search
+from kimi_operator.planner.search import Candidate, Reason, Refusal, SearchResult, search
+from kimi_operator.planner.space import longest_request, worker_search
 from kimi_operator.planner.workload import Workload, read_workload
 from kimi_operator.profiles import architecture, select_profile
 from kimi_operator.profiles.forecast import forecast_of
@@ -113,7 +114,7 @@ def _found(asked: Asked, num_nodes: int) -> Found:
     model = architecture(spec.model.architecture)
     kv = KV_DTYPES.get(spec.precision.kv_cache, profile.spec.runtime.kv_cache_dtype)
     document = asked.workload or ({} if spec.workload is None else dump(spec.workload))
-    longest = min(spec.model.max_model_len or model.max_positions, model.max_positions)
+    longest = longest_request(model, spec.model.max_model_len)
     workload = _workload(document, min(profile.spec.limits.context_tokens_per_seq, longest))
     return find_layouts(model, profile, kv, Wanted(workload, num_nodes, spec.model.max_model_len))
 
@@ -154,19 +155,9 @@ def find_layouts(a: Architecture, profile: HardwareProfile, kv: DType, wanted: W
     """
     if unsupported := support_problem(profile):
         raise KimiError(str(unsupported))
-    spec = profile.spec
-    longest = min(wanted.max_model_len or a.max_positions, a.max_positions)
-    wanted = replace(wanted, workload=wanted.workload.within(longest))
-    is_gpu = spec.runtime.device is Device.CUDA
-    request = Search(
-        architecture=a,
-        profile=spec,
-        workload=wanted.workload,
-        num_nodes=wanted.num_nodes,
-        max_model_len=wanted.max_model_len,
-        design=page_pools(a, spec, kv),
-        experts=ExpertFormat.MXFP4 if is_gpu else ExpertFormat(spec.runtime.dtype.value),
-    )
+    wanted = replace(wanted, workload=wanted.workload.within(longest_request(a, wanted.max_model_len)))
+    request = worker_search(a, profile.spec, kv, wanted.workload, wanted.num_nodes)
+    request = replace(request, max_model_len=wanted.max_model_len)
     no_speed = text = ""
     try:
         forecast = forecast_of(a, profile, kv, wanted.workload)

@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from kimi_operator.api.deployment import Role
 from kimi_operator.api.profile import DType
 from kimi_operator.errors import InvalidSpec, Problem
 from kimi_operator.planner.budget import Budget, PagePool
 from kimi_operator.planner.case import Case, Solution, Timing
-from kimi_operator.planner.elsewhere import with_remedies
-from kimi_operator.planner.memory import GroupShape, expert_format
+from kimi_operator.planner.elsewhere import same_demand, with_remedies
+from kimi_operator.planner.memory import GroupShape
 from kimi_operator.planner.pools import Room, Settings, num_slots
 from kimi_operator.planner.solve import solve
-from kimi_operator.planner.space import Search, page_pools
+from kimi_operator.planner.space import longest_request
 from kimi_operator.planner.workload import Workload, check_lengths, workload_of
 
 FIELD = "spec.workload"
@@ -107,7 +106,7 @@ def lengths_text(workload: Workload) -> str:
 
 def shortfalls(s: Settings, room: Room, demand: Demand, solution: Solution) -> Iterator[str]:
     """What of the workload these settings do not meet or barely, and a setting of the user's that it cannot fill."""
-    misses = with_remedies(solution.misses, _search_of(s, demand), s.spec)
+    misses = with_remedies(solution.misses, same_demand(s, demand.workload, demand.timing), s.spec)
     for problem in (*misses, *solution.doubts):
         yield str(replace(problem, field=f"spec.{problem.field}"))
     stated, holds = s.spec.role(room.role).max_num_seqs, _held(solution)
@@ -121,26 +120,11 @@ def shortfalls(s: Settings, room: Room, demand: Demand, solution: Solution) -> I
     yield str(Problem(f"spec.{room.role}.maxNumSeqs", str(stated), expected, remedy))
 
 
-def _search_of(s: Settings, demand: Demand) -> Search:
-    """The same demand on any layout."""
-    return Search(
-        architecture=s.architecture,
-        profile=s.profile,
-        workload=demand.workload,
-        num_nodes=sum(s.spec.role(role).groups * s.spec.role(role).nodes_per_group for role in Role),
-        design=page_pools(s.architecture, s.profile, s.kv_dtype),
-        experts=expert_format(s.profile.runtime),
-        max_model_len=s.spec.model.max_model_len,
-        timing=demand.timing,
-    )
-
-
 def _held(solution: Solution) -> int:
     """Requests of the workload that a lane's memory holds at once."""
     return min(bound.max_num_seqs for bound in solution.bounds if bound.limit.is_memory)
 
 
 def longest_of(s: Settings) -> int:
-    """Tokens that a request may have: what is stated, else what the model was made for."""
-    longest = s.architecture.max_positions
-    return min(s.spec.model.max_model_len or longest, longest)
+    """Tokens that a request may have."""
+    return longest_request(s.architecture, s.spec.model.max_model_len)

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 from kimi_operator.api.deployment import KimiDeploymentSpec, Role
 from kimi_operator.errors import Problem
-from kimi_operator.planner.case import Solution
+from kimi_operator.planner.case import Solution, Timing
 from kimi_operator.planner.layout import distance, divides
 from kimi_operator.planner.memory import GroupShape
-from kimi_operator.planner.space import Layout, Search
+from kimi_operator.planner.pools import Settings
+from kimi_operator.planner.space import Layout, Search, worker_search
 from kimi_operator.planner.targets import TARGETS
+from kimi_operator.planner.workload import Workload
+
+
+def same_demand(s: Settings, workload: Workload, timing: Callable[[GroupShape, int], Timing] | None) -> Search:
+    """What a deployment is asked for, of any layout of as many nodes."""
+    num_nodes = sum(s.spec.role(role).groups * s.spec.role(role).nodes_per_group for role in Role)
+    request = worker_search(s.architecture, s.profile, s.kv_dtype, workload, num_nodes)
+    return replace(request, max_model_len=s.spec.model.max_model_len, timing=timing)
 
 
 def with_remedies(problems: Iterable[Problem], request: Search, spec: KimiDeploymentSpec) -> tuple[Problem, ...]:

@@ -16,6 +16,7 @@ from kimi_operator.planner.layout import divides, even_shapes
 from kimi_operator.planner.memory import (
     ExpertFormat,
     GroupShape,
+    expert_format,
     page_bytes,
     reserve_lines,
     slot_bytes,
@@ -106,8 +107,8 @@ class Search:
 
     @property
     def longest(self) -> int:
-        """Tokens that a request may have: what is stated, else what the model was made for."""
-        return min(self.max_model_len or self.architecture.max_positions, self.architecture.max_positions)
+        """Tokens that a request may have."""
+        return longest_request(self.architecture, self.max_model_len)
 
     @cached_property
     def _served(self) -> Workload:
@@ -127,6 +128,19 @@ class Search:
             timing=None if self.timing is None else self.timing(shape, groups),
             longest=self.max_model_len or 1,
         )
+
+
+def longest_request(a: Architecture, max_model_len: int | None) -> int:
+    """Tokens that a request may have: what is stated, else what the model was made for."""
+    return min(max_model_len or a.max_positions, a.max_positions)
+
+
+def worker_search(
+    a: Architecture, profile: HardwareProfileSpec, kv_dtype: DType, workload: Workload, num_nodes: int
+) -> Search:
+    """A search of layouts of the bundled worker, which has its own pools and form of experts."""
+    experts = expert_format(profile.runtime)
+    return Search(a, profile, workload, num_nodes, page_pools(a, profile, kv_dtype), experts)
 
 
 def page_pools(a: Architecture, profile: HardwareProfileSpec, kv_dtype: DType) -> Callable[[int], PoolDesign]:

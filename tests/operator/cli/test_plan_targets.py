@@ -1,4 +1,7 @@
-"""A target in each form of `kimictl plan`: with its unit and its name, the layout that meets it, and how sure it is."""
+"""A target in each form of `kimictl plan`: with its unit and its name, the layout that meets it, and how sure it is.
+
+The targets follow from the predictions, so that other calibrations give other targets and not other answers.
+"""
 
 from __future__ import annotations
 
@@ -7,51 +10,96 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
+from kimi_operator.planner.case import Timing
+from kimi_operator.planner.memory import GroupShape
+from kimi_operator.planner.workload import Workload, fixed, read_workload
+from kimi_operator.profiles import architecture, built_in_profiles
+from kimi_operator.profiles.forecast import forecast_of
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 MI300X, FOR_WORKLOAD = EXAMPLES / "mi300x-2p2d.yaml", EXAMPLES / "mi300x-workload.yaml"
 LENGTHS = ("--prompt-tokens", 1000, "--output-tokens", 100)
+SHORT = Workload(fixed(1000), fixed(100))
+STARTS = [("--chip", "mi300x", "--nodes", 4), ("-f", MI300X)]
 Run = Callable[..., tuple[int, str, str]]
 
 
-@pytest.mark.parametrize("start", [("--chip", "mi300x", "--nodes", 4), ("-f", MI300X)])
+def timing_of(workload: Workload, tensor_parallel: int = 2) -> Timing:
+    """Of two nodes of MI300X."""
+    profile = built_in_profiles()["mi300x"]
+    forecast = forecast_of(architecture("kimi-k3"), profile, profile.spec.runtime.kv_cache_dtype, workload)
+    return forecast.timing(GroupShape(2, 8, tensor_parallel), 1)
+
+
+def step_s(tensor_parallel: int = 2) -> float:
+    """Of one short request."""
+    return timing_of(SHORT, tensor_parallel).decode_step_s(1, SHORT.mean_context)
+
+
+def band_s(tensor_parallel: int = 2) -> tuple[float, float]:
+    band_of = timing_of(SHORT, tensor_parallel).decode_band_s
+    assert band_of is not None
+    return band_of(1, SHORT.mean_context)
+
+
+def ms(seconds: float) -> str:
+    """As a flag is written."""
+    return f"{seconds * 1e3:.0f}ms"
+
+
+MISSED_BY_TP2 = ms((step_s(2) + step_s(4)) / 2)
+BARELY_MET = ms((step_s() + band_s()[1]) / 2)
+
+
+@pytest.mark.parametrize("start", STARTS)
 def test_a_missed_target_names_the_layout_that_meets_it(run: Run, start: tuple[object, ...]) -> None:
-    status, out, _ = run("plan", *start, *LENGTHS, "--target-tpot", "70ms")
+    status, out, _ = run("plan", *start, *LENGTHS, "--target-tpot", MISSED_BY_TP2)
     assert status == 1
     (miss,) = [line for line in out.splitlines() if line.startswith(("misses: ", "warning: "))]
-    assert miss.startswith("misses: --target-tpot: got 70ms, expected at least 0.08387 s, the step of one request")
-    assert "; within the band of 0.05987 to 0.1092 s: not sure; use prefill: 1 x 2 nodes (TP4 DP4 EP16)" in miss
+    least = f"expected at least {step_s():.4g} s, the step of one request"
+    assert miss.startswith(f"misses: --target-tpot: got {MISSED_BY_TP2}, {least}")
+    low, high = band_s()
+    unsure = f"; within the band of {low:.4g} to {high:.4g} s: not sure"
+    assert f"{unsure}; use prefill: 1 x 2 nodes (TP4 DP4 EP16)" in miss
 
 
-@pytest.mark.parametrize("start", [("--chip", "mi300x", "--nodes", 4), ("-f", MI300X)])
+@pytest.mark.parametrize("start", STARTS)
 def test_a_target_that_is_met_within_the_band_alone_is_said_once(run: Run, start: tuple[object, ...]) -> None:
-    flags = (*start, *LENGTHS, "--target-tpot", "100ms")
+    flags = (*start, *LENGTHS, "--target-tpot", BARELY_MET)
     status, out, _ = run("plan", *flags)
     assert status == 0
     (warning,) = [line for line in out.splitlines() if "band of" in line]
-    assert warning.startswith("warning: --target-tpot: got 100ms, expected more to be sure: 0.0")
+    assert warning.startswith(f"warning: --target-tpot: got {BARELY_MET}, expected more to be sure: 0.")
     assert json.loads(run("plan", *flags, "-o", "json")[1])["meets_workload"] is True
 
 
 def test_a_target_of_a_manifest_is_named_by_its_field(run: Run, tmp_path: Path) -> None:
+    document = yaml.safe_load(FOR_WORKLOAD.read_text())
+    work = read_workload(document["spec"]["workload"])
+    step = timing_of(work).decode_step_s(work.concurrency // 8, work.mean_context)
+    target = round(1.05 * step, 4)
     file = tmp_path / "k3.yaml"
-    file.write_text(FOR_WORKLOAD.read_text().replace("tpotSeconds: 0.2", "tpotSeconds: 0.11"))
+    file.write_text(FOR_WORKLOAD.read_text().replace("tpotSeconds: 0.2", f"tpotSeconds: {target}"))
     status, out, _ = run("plan", "-f", file)
     assert status == 0
     (warning,) = [line for line in out.splitlines() if "band of" in line]
-    assert warning.startswith("warning: spec.workload.targets.tpotSeconds: got 0.11 s, expected more to be sure: ")
+    assert warning.startswith(
+        f"warning: spec.workload.targets.tpotSeconds: got {target:g} s, expected more to be sure: "
+    )
 
 
 def test_far_from_the_band_nothing_is_said(run: Run) -> None:
-    assert "band of" not in run("plan", "--chip", "mi300x", "--nodes", 4, *LENGTHS, "--target-tpot", "300ms")[1]
+    far = ms(3 * band_s()[1])
+    assert "band of" not in run("plan", "--chip", "mi300x", "--nodes", 4, *LENGTHS, "--target-tpot", far)[1]
 
 
 def test_a_search_says_which_layouts_meet_a_target_within_the_band(run: Run) -> None:
-    flags = ("--chip", "mi300x", "--search", 4, *LENGTHS, "--target-tpot", "70ms")
+    flags = ("--chip", "mi300x", "--search", 4, *LENGTHS, "--target-tpot", MISSED_BY_TP2)
     status, out, _ = run("plan", *flags)
     lines = [line.strip() for line in out.splitlines() if "band of" in line]
     assert status == 0
     assert [line.partition(":")[0] for line in lines] == ["not sure", "not sure", "misses"]
-    assert all("--target-tpot: got 70ms, expected " in line for line in lines)
+    assert all(f"--target-tpot: got {MISSED_BY_TP2}, expected " in line for line in lines)
     ranked = json.loads(run("plan", *flags, "-o", "json")[1])["ranked"]
     assert [len(each["not_sure"]) for each in ranked] == [1, 1, 0]
