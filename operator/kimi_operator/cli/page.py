@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 
 from kimi_operator.api.deployment import Role
@@ -25,7 +25,7 @@ h1 { font-size: 1.5rem; margin-bottom: 0; } h2 { font-size: 1.15rem; margin-top:
 figure { margin: 1rem 0; } svg { width: 100%; height: auto; display: block; } figcaption { font-size: .85rem; }
 table { border-collapse: collapse; width: 100%; font-size: .9rem; } .scroll { overflow-x: auto; }
 th, td { text-align: left; padding: .25rem .6rem; border-bottom: 1px solid var(--line); vertical-align: top; }
-td.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
+th.number, td.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
 svg text { font: 12px system-ui, sans-serif; fill: var(--dim); } svg text.inside { fill: #fff; font-weight: 600; }
 svg text.mark { fill: var(--text); } .grid { stroke: var(--line); } .band { fill: var(--weights); opacity: .18; }
 .line { fill: none; stroke-width: 2; } .line.value { stroke: var(--weights); }
@@ -41,14 +41,14 @@ line.knee { stroke: var(--pages); stroke-dasharray: 2 3; } line.asked { stroke: 
 def plan_page(outlook: Outlook, cost: Cost | None) -> str:
     """The whole page."""
     plan = outlook.plan
-    return _page(f"{plan.architecture} on {plan.profile}: {plan.gpus} GPUs", _body(outlook, cost))
+    return page(f"{plan.architecture} on {plan.profile}: {plan.gpus} GPUs", _body(outlook, cost))
 
 
 def refusal_page(problems: tuple[Problem, ...]) -> str:
     """Why it does not fit."""
-    table = ((each.field, each.got, each.expected, each.remedy) for each in problems)
-    body = ['<p class="verdict bad">does not fit</p>', *_table(("field", "got", "expected", "remedy"), table)]
-    return _page("Does not fit", body)
+    lines = ((each.field, each.got, each.expected, each.remedy) for each in problems)
+    body = ['<p class="verdict bad">does not fit</p>', *table(("field", "got", "expected", "remedy"), lines)]
+    return page("Does not fit", body)
 
 
 def _body(outlook: Outlook, cost: Cost | None) -> Iterator[str]:
@@ -56,10 +56,10 @@ def _body(outlook: Outlook, cost: Cost | None) -> Iterator[str]:
     yield f'<p class="{name}">{escape(verdict(outlook))}</p>'
     yield from (f'<p class="bad">warning: {escape(warning)}</p>' for warning in outlook.plan.warnings)
     if outlook.misses:
-        table = ((each.field, each.got, each.expected, each.remedy) for each in outlook.misses)
-        yield from _table(("misses", "got", "expected", "remedy"), table)
-    yield from _table(("", *(f"{role}: {layout_text(outlook.role(role))}" for role in Role)), _limits(outlook))
-    yield from _table(("", ""), headline(outlook).items())
+        misses = ((each.field, each.got, each.expected, each.remedy) for each in outlook.misses)
+        yield from table(("misses", "got", "expected", "remedy"), misses)
+    yield from table(("", *(f"{role}: {layout_text(outlook.role(role))}" for role in Role)), _limits(outlook))
+    yield from table(("", ""), headline(outlook).items())
     yield "<h2>Memory of a GPU</h2>"
     for role in Role:
         yield from _memory_figure(outlook.role(role))
@@ -68,7 +68,7 @@ def _body(outlook: Outlook, cost: Cost | None) -> Iterator[str]:
         yield f"<figure>{svg}<figcaption>{escape(words)}</figcaption></figure>"
     if cost is not None:
         yield f"<h2>Cost at {cost.per_gpu_hour:g} a GPU-hour, with {cost.concurrency:,} at once</h2>"
-        yield from _table(("of", "cost"), ((label, price_text(price)) for label, price in rows(cost).items()))
+        yield from table(("of", "cost"), ((label, price_text(price)) for label, price in rows(cost).items()))
     yield "<h2>Line by line</h2>"
     for role in Role:
         yield from _details(outlook.role(role))
@@ -92,30 +92,33 @@ def _memory_figure(each: RoleOutlook) -> Iterator[str]:
 def _details(each: RoleOutlook) -> Iterator[str]:
     yield f"<h3>{each.plan.role}</h3>"
     lines = [(line.label, f"{line.bytes:,}", bytes_text(line.bytes), line.how) for line in each.plan.lines]
-    yield from _table(("memory of a GPU", "bytes", "", "how"), lines, numbers=(1, 2))
+    yield from table(("memory of a GPU", "bytes", "", "how"), lines, numbers=(1, 2))
     if each.unused:
         lines = [(line.label, f"{line.bytes:,}", bytes_text(line.bytes), line.how) for line in each.unused]
-        yield from _table(("unused by the workload", "bytes", "", "how"), lines, numbers=(1, 2))
+        yield from table(("unused by the workload", "bytes", "", "how"), lines, numbers=(1, 2))
     yield "<p>What binds, if slots and pages are cut for the context:</p><ul>"
     yield from (f"<li>{escape(str(stretch))}</li>" for stretch in each.stretches)
     yield "</ul>"
 
 
-def _table(head: tuple[str, ...], body: Iterable[tuple[str, ...]], numbers: tuple[int, ...] = ()) -> Iterator[str]:
+def table(head: Sequence[str], body: Iterable[Sequence[str]], numbers: Sequence[int] = ()) -> Iterator[str]:
+    """A table of texts; columns of `numbers` stand to the right."""
     yield '<div class="scroll"><table>'
     if any(head):
-        yield "<thead><tr>" + "".join(f"<th>{escape(text)}</th>" for text in head) + "</tr></thead>"
+        yield f"<thead>{_row('th', head, numbers)}</thead>"
     yield "<tbody>"
-    for row in body:
-        cells = (
-            f'<td class="number">{escape(text)}</td>' if column in numbers else f"<td>{escape(text)}</td>"
-            for column, text in enumerate(row)
-        )
-        yield f"<tr>{''.join(cells)}</tr>"
+    yield from (_row("td", row, numbers) for row in body)
     yield "</tbody></table></div>"
 
 
-def _page(title: str, body: Iterable[str]) -> str:
+def _row(tag: str, cells: Sequence[str], numbers: Sequence[int]) -> str:
+    names = (' class="number"' if column in numbers else "" for column in range(len(cells)))
+    inside = (f"<{tag}{name}>{escape(text)}</{tag}>" for text, name in zip(cells, names, strict=True))
+    return f"<tr>{''.join(inside)}</tr>"
+
+
+def page(title: str, body: Iterable[str]) -> str:
+    """A whole page; the title stands above the body, which is markup."""
     inside = "\n".join(body)
     return (
         f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8"/>\n'
