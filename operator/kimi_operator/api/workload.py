@@ -103,7 +103,10 @@ class WorkloadSpec(ApiModel):
     reuse: Share = Field(default=0.0, description="Share of prompt tokens whose prefix is in the cache of prefill.")
     targets: TargetsSpec = Field(default_factory=TargetsSpec, description="How fast requests should be served.")
     concurrency: int | None = Field(
-        default=None, ge=1, le=MAX_CONCURRENCY, description="Requests in decode at once; as many as fit when absent."
+        default=None,
+        ge=1,
+        le=MAX_CONCURRENCY,
+        description="Requests at once, in prefill or in decode, which gets room for all; as many as fit when absent.",
     )
     requests_per_second: float | None = Field(
         default=None, ge=1e-6, le=1_000_000, description="Requests that arrive a second, instead of concurrency."

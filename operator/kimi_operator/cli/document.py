@@ -115,6 +115,7 @@ def _speed(outlook: Outlook) -> dict[str, Any]:
         "concurrency": speed.at.concurrency,
         "binds": speed.at.binds,
         "knee": speed.knee.concurrency,
+        "capacity": speed.capacity,
         "curve": [
             {
                 "concurrency": point.concurrency,

@@ -251,9 +251,12 @@ def _speed(outlook: Outlook) -> Iterator[Figure]:
     at, rate = speed.at, speed.at.tokens_per_second
     values = f"at {at.concurrency:,} at once; {at.binds} binds"
     yield Figure("throughput", with_band(rate), bound, values, rate.calibrated_on)
-    running = f"{at.running:,} of them in decode"
-    yield Figure("concurrency", f"{at.concurrency:,}", "stated, else full decode lanes", running, "the workload")
-    values = f"{with_band(speed.knee.tokens_per_second)}; {speed.knee.binds} binds"
+    running = f"decode has room for {speed.capacity:,}, TPOT is for {at.running:,} in decode"
+    stated = "stated, else as many as decode runs at once"
+    yield Figure("concurrency", f"{at.concurrency:,}", stated, running, "the workload")
+    values = (
+        f"{with_band(speed.knee.tokens_per_second)}; {speed.knee.binds} binds; decode has room for {speed.capacity:,}"
+    )
     yield Figure("knee", f"{speed.knee.concurrency:,} at once", bend, values, rate.calibrated_on)
 
 

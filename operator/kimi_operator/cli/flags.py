@@ -138,7 +138,10 @@ class WorkloadFlags:
         Number, Parameter(group=WORKLOAD, help="Share of prompt tokens that the cache has, 0 to below 1.")
     ] = None
     concurrency: Annotated[
-        Whole, Parameter(group=WORKLOAD, help="Requests in decode at once; as many as fit by default.")
+        Whole,
+        Parameter(
+            group=WORKLOAD, help="Requests at once, in prefill or in decode; as many as decode holds by default."
+        ),
     ] = None
     requests_per_second: Annotated[
         Number, Parameter(group=WORKLOAD, help="Instead of --concurrency; needs --target-tpot.")

@@ -85,8 +85,15 @@ WORDS = {
         "Tokens of answers a second, of all requests together.",
         ("output", "output tokens/s", "prefill, output", "no predictions"),
     ),
-    "concurrency": Words("Requests that clients keep going: in prefill, in decode, or waiting.", ("at once",)),
-    "knee": Words("From so many requests at once on, more of them gain little output and cost each its speed."),
+    "concurrency": Words(
+        "Requests that clients keep going: in prefill, in decode, or waiting. Where concurrency binds, more of them "
+        "would give more output.",
+        ("at once",),
+    ),
+    "knee": Words(
+        "From so many requests at once on, more of them gain little output and cost each its speed. It may lie "
+        "above what decode runs, since some are in prefill."
+    ),
     "calibration.decode": Words(
         "How much longer measured decode steps took than bytes and launches alone say, and on what that was measured.",
         ("decode calibrated on", "calibrated on"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -36,6 +38,7 @@ POOL_LABELS = {"state slots", "KV pages", "free"}
 ASSUMED_OUTPUT_SHARE = 8
 """Without a workload an eighth of the profile's context a request is its answer."""
 CURVE_POINTS = 28
+TABLE_ROWS = 8
 CONTEXT_POINTS = 40
 SHORTEST_CONTEXT = 256
 
@@ -77,6 +80,9 @@ class Speed:
     prefill_busy: Prediction
     handoff: Prediction | None
     curve: tuple[CurvePoint, ...]
+    """The knee, `at` and the capacity are among its points."""
+    capacity: int
+    """Requests that all decode lanes run at once. More may be under way: the others are in prefill, or wait."""
     knee: CurvePoint
     at: CurvePoint
     """At the concurrency that is asked for, else where all lanes are full."""
@@ -90,6 +96,13 @@ class Speed:
     def tpot(self) -> Prediction:
         """Of the load that is sustained."""
         return self.at.tpot
+
+    @property
+    def rows(self) -> tuple[CurvePoint, ...]:
+        """About `TABLE_ROWS` points of the curve, spread over it, with every one that a text names."""
+        named = {self.capacity, self.knee.concurrency, self.at.concurrency, self.curve[-1].concurrency}
+        step = max(1, len(self.curve) // TABLE_ROWS)
+        return tuple(point for i, point in enumerate(self.curve) if i % step == 0 or point.concurrency in named)
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +288,7 @@ def _speed(prefill: RoleOutlook, decode: RoleOutlook, workload: Workload, foreca
         forecast.prefill_side(prefill.shape, prefill.groups),
     )
     of_lane = Capacity(decode.plan.max_num_seqs, decode.plan.num_pages, decode.plan.page_size_tokens)
-    full = of_lane.running(request)[0] * decode.lanes
+    full = max(1, of_lane.running(request)[0] * decode.lanes)
     asked = workload.running or full
     if workload.requests_per_second is not None:
         # `running` is for a token that takes as long as its target allows; what comes is served sooner
@@ -285,8 +298,10 @@ def _speed(prefill: RoleOutlook, decode: RoleOutlook, workload: Workload, foreca
             needed,
             key=lambda at: throughput_curve(sides[0], of_lane, request, (at,), sides[1])[0].tokens_per_second.value,
         )
-    concurrencies = sorted({*_spread(1, max(2, 2 * full), CURVE_POINTS), full or 1, asked})
-    curve = throughput_curve(sides[0], of_lane, request, concurrencies, sides[1])
+    concurrencies = {*_spread(1, max(2, 2 * full), CURVE_POINTS), full, asked}
+    curve = throughput_curve(sides[0], of_lane, request, sorted(concurrencies), sides[1])
+    bend = throughput_curve(sides[0], of_lane, request, {*_bend(curve)} - concurrencies, sides[1])
+    curve = tuple(sorted((*curve, *bend), key=lambda point: point.concurrency))
     alone = PrefillLoad(*workload.computed_and_reused(workload.prompt.mean), forecast.chunk_tokens)
     busy_lanes = forecast.busy_lanes(sides[1].setup, prefill.groups)
     return Speed(
@@ -297,9 +312,18 @@ def _speed(prefill: RoleOutlook, decode: RoleOutlook, workload: Workload, foreca
         prefill_busy=prefill_ms(sides[1].setup, replace(alone, busy_lanes=busy_lanes), forecast.prefill),
         handoff=_handoff(sides[1].setup, request.prompt_tokens),
         curve=curve,
+        capacity=full,
         knee=knee(curve),
         at=next(point for point in curve if point.concurrency == asked),
     )
+
+
+def _bend(curve: tuple[CurvePoint, ...]) -> Iterator[int]:
+    """The loads about the one from which on more of them no longer pay in proportion, between two points."""
+    for before, after in itertools.pairwise(curve):
+        if before.binds == "concurrency" != after.binds:
+            at = after.tokens_per_second.value / before.tokens_per_second.value * before.concurrency
+            yield from (math.floor(at), math.ceil(at))
 
 
 def _decode_speed(

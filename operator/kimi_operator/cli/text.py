@@ -12,6 +12,7 @@ from kimi_operator.errors import Problem
 from kimi_operator.planner import MemoryLine, RolePlan
 from kimi_operator.planner.case import Solution
 from kimi_operator.planner.designs import Designs, compare_designs
+from kimi_operator.planner.predict import CurvePoint
 from kimi_operator.planner.units import bytes_text
 
 LABEL_WIDTH = 28
@@ -21,6 +22,10 @@ DESIGN_WIDTH = 18
 DESIGN_HEADS = (
     "tokens a request", "pages and slots", "bytes", "unified blocks", "bytes", "FP8 pages, slots", "FP8 blocks",
 )  # fmt: skip
+AT_ONCE = (
+    "requests at once count those in prefill too: until something else binds, output tokens/s = at once / (TPOT + "
+    "prefill of a prompt / tokens of an answer)"
+)
 BAR_WIDTH = 60
 BAR = {"weights": "#", "reserved": "=", "state slots": "s", "KV pages": "k", "free": "."}
 
@@ -82,9 +87,15 @@ def headline(outlook: Outlook) -> dict[str, str]:
         rate = f"{with_band(speed.at.tokens_per_second)} at {speed.at.concurrency:,} at once"
         found = {
             "TPOT": f"{with_band(speed.tpot)} with {_sustained(speed)}; {alone}",
-            "output": f"{rate}; {speed.at.binds} binds; knee at {speed.knee.concurrency:,}",
+            "output": f"{rate}; {speed.at.binds} binds; knee at {knee_text(speed)}",
         }
     return {**found, "workload": workload_text(outlook)}
+
+
+def knee_text(speed: Speed) -> str:
+    """Where the curve bends, and how many of these requests are in decode where it cannot be all."""
+    beyond = speed.knee.concurrency > speed.capacity
+    return f"{speed.knee.concurrency:,}" + (f", of which decode runs {speed.capacity:,}" if beyond else "")
 
 
 def _sustained(speed: Speed) -> str:
@@ -258,12 +269,18 @@ def _speed_text(outlook: Outlook) -> Iterator[str]:
         yield ""
         return
     yield _labelled("prefill calibrated on", speed.prefill.calibrated_on)
+    yield AT_ONCE
     yield f"    {'at once':>12}{'TPOT ms':>26}{'output tokens/s':>30}  binds"
-    for point in speed.curve[:: max(1, len(speed.curve) // 8)]:
-        mark = " <- knee" if point is speed.knee else ""
+    for point in speed.rows:
         tpot, rate = (_spread(p.low, p.value, p.high) for p in (point.tpot, point.tokens_per_second))
-        yield f"    {point.concurrency:>12,}{tpot:>26}{rate:>30}  {point.binds}{mark}"
+        yield f"    {point.concurrency:>12,}{tpot:>26}{rate:>30}  {point.binds}{_marks(speed, point)}"
     yield ""
+
+
+def _marks(speed: Speed, point: CurvePoint) -> str:
+    marks = {"fills decode": speed.capacity, "knee": speed.knee.concurrency, "this load": speed.at.concurrency}
+    found = " and ".join(name for name, at in marks.items() if at == point.concurrency)
+    return f" <- {found}" if found else ""
 
 
 def _spread(low: float, value: float, high: float) -> str:

@@ -111,7 +111,7 @@ class Workload:
     ttft_s: float | None = None
     tpot_s: float | None = None
     concurrency: int | None = None
-    """Requests in decode at once, over all lanes; None asks for as many as fit."""
+    """Requests that clients keep going; decode has room for all of them. None asks for as many as fit."""
     requests_per_second: Fraction | None = None
     whole: Workload | None = None
     """The workload before its tails were cut; None when nothing was."""
@@ -142,7 +142,7 @@ class Workload:
 
     @property
     def running(self) -> int | None:
-        """Requests in decode at once, over all lanes; from the rate by Little's law where a rate is given."""
+        """Requests that decode has room for, over all lanes; from the rate by Little's law where a rate is given."""
         if self.requests_per_second is None or self.tpot_s is None:
             return self.concurrency
         return max(1, math.ceil(self.requests_per_second * self.output.mean * Fraction(str(self.tpot_s))))
