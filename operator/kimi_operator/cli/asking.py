@@ -108,7 +108,7 @@ def make_plan(asked: Asked) -> Planned:
 
 def _with_workload(asked: Asked) -> KimiDeployment:
     """The deployment, with the workload in its spec where both are of flags: so it can be applied as it is planned."""
-    if not asked.is_from_flags or not _has_lengths(asked.workload):
+    if not asked.is_from_flags or not has_lengths(asked.workload):
         return asked.deployment
     model = architecture(asked.deployment.spec.model.architecture)
     if problems := check_lengths(read_workload(asked.workload), model.max_positions):
@@ -123,7 +123,8 @@ def _as_in_a_spec(name: str, value: object) -> object:
     return {"fixed": value} if name in LENGTHS and isinstance(value, int) else value
 
 
-def _has_lengths(workload: WorkloadDocument) -> bool:
+def has_lengths(workload: WorkloadDocument) -> bool:
+    """Whether lengths are stated; without them a plan and a search assume some."""
     return any(name in workload for name in LENGTHS)
 
 
@@ -134,7 +135,7 @@ def outlook_of(planned: Planned, asked: Asked) -> Outlook:
         outlook = look_ahead(planned, None if spec is None else workload_of(spec, FIELD))
         return _judged(_without_repeats(_with_remedies(outlook)), asked)
     stated = read_by_flag(asked.flags, lambda: _workload(planned, document), asked.written)
-    is_assumed = not _has_lengths(document)
+    is_assumed = not has_lengths(document)
     outlook = read_by_flag(asked.flags, lambda: look_ahead(planned, stated, is_assumed=is_assumed), asked.written)
     outlook = _with_remedies(outlook)
     return _judged(_without_repeats(outlook) if asked.is_from_flags else outlook, asked)
@@ -142,7 +143,7 @@ def outlook_of(planned: Planned, asked: Asked) -> Outlook:
 
 def _workload(planned: Planned, document: WorkloadDocument) -> Workload:
     """The workload of a document. Without any lengths those that are assumed take their place."""
-    if _has_lengths(document):
+    if has_lengths(document):
         return read_workload(document)
     assert isinstance(planned.plan, Plan), "what does not fit has no workload"
     assumed = assumed_workload(planned, planned.plan)

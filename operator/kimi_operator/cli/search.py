@@ -11,7 +11,7 @@ from typing import Any
 from kimi_operator.api.base import dump
 from kimi_operator.api.deployment import KimiDeploymentSpec, Role
 from kimi_operator.api.profile import DType, HardwareProfile
-from kimi_operator.cli.asking import Asked, asked_for, make_plan
+from kimi_operator.cli.asking import Asked, asked_for, has_lengths, make_plan
 from kimi_operator.cli.cost import all_in, check_price, money, without_throughput
 from kimi_operator.cli.document import dumped
 from kimi_operator.cli.figures import number
@@ -47,6 +47,8 @@ class Wanted:
     workload: Workload
     num_nodes: int
     max_model_len: int | None = None
+    is_assumed: bool = False
+    """Nobody stated the lengths."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +118,8 @@ def _found(asked: Asked, num_nodes: int) -> Found:
     document = asked.workload or ({} if spec.workload is None else dump(spec.workload))
     longest = longest_request(model, spec.model.max_model_len)
     workload = _workload(document, min(profile.spec.limits.context_tokens_per_seq, longest))
-    return find_layouts(model, profile, kv, Wanted(workload, num_nodes, spec.model.max_model_len))
+    wanted = Wanted(workload, num_nodes, spec.model.max_model_len, not has_lengths(document))
+    return find_layouts(model, profile, kv, wanted)
 
 
 def _not_kept(spec: KimiDeploymentSpec) -> Iterator[str]:
@@ -142,7 +145,7 @@ def _named(result: SearchResult, asked: Asked) -> SearchResult:
 
 def _workload(document: Mapping[str, Any], context: int) -> Workload:
     """The stated workload; without lengths, requests of so many tokens."""
-    if "prompt" not in document and "output" not in document:
+    if not has_lengths(document):
         prompt, output = assumed_lengths(context)
         document = {**document, "prompt": prompt, "output": output}
     return read_workload(document)
@@ -157,7 +160,7 @@ def find_layouts(a: Architecture, profile: HardwareProfile, kv: DType, wanted: W
         raise KimiError(str(unsupported))
     wanted = replace(wanted, workload=wanted.workload.within(longest_request(a, wanted.max_model_len)))
     request = worker_search(a, profile.spec, kv, wanted.workload, wanted.num_nodes)
-    request = replace(request, max_model_len=wanted.max_model_len)
+    request = replace(request, max_model_len=wanted.max_model_len, is_assumed=wanted.is_assumed)
     no_speed = text = ""
     try:
         forecast = forecast_of(a, profile, kv, wanted.workload)
@@ -175,9 +178,11 @@ def search_text(found: Found) -> Iterator[str]:
     """For a terminal."""
     result, wanted, work = found.result, found.wanted, found.wanted.workload
     longest = "" if wanted.max_model_len is None else f", requests of up to {wanted.max_model_len:,} (maxModelLen)"
+    assumed = " (assumed: none was given)" if wanted.is_assumed else ""
+    shapes = len({each.shape for each in result.refused})
     yield (
         f"{len(result.ranked)} layouts fit {wanted.num_nodes} nodes of {found.profile} with prompts of {work.prompt}, "
-        f"answers of {work.output}{longest}; {len({each.shape for each in result.refused})} shapes of a group do not"
+        f"answers of {work.output}{assumed}{longest}; {shapes} shapes of a group do not"
     )
     if found.not_kept:
         yield f"chosen here, not kept from the manifest: {', '.join(found.not_kept)}"
@@ -186,6 +191,7 @@ def search_text(found: Found) -> Iterator[str]:
         yield f"not ranked by throughput: {found.no_speed}"
     yield f"ranked by {result.objective}"
     if result.ranked:
+        yield "maxNumSeqs is of a lane, in prefill / in decode; the longest request is what both hold beside them"
         yield _columns(tuple(COLUMNS)) + ("" if found.price is None else f"  {COST_HEAD}")
     for place, candidate in enumerate(result.ranked[:SHOWN], start=1):
         cost = found.cost(candidate)
@@ -239,7 +245,7 @@ def _cells(place: int, candidate: Candidate) -> tuple[str, ...]:
         f"{place}.",
         f"{layout.nodes}",
         *shapes,
-        f"{candidate.decode.max_num_seqs:,}",
+        " / ".join(f"{each.max_num_seqs:,}" for each in (candidate.prefill, candidate.decode)),
         f"{candidate.capacity:,}",
         f"{candidate.longest:,}",
         "-" if rate is None else number(rate),

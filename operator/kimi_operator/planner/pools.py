@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kimi_operator.api.deployment import KimiDeploymentSpec, Role, Transport
-from kimi_operator.api.profile import DType, HardwareProfileSpec
+from kimi_operator.api.profile import DType, HardwareProfileSpec, LimitsSpec
 from kimi_operator.errors import Problem
 from kimi_operator.planner.architecture import Architecture
 from kimi_operator.planner.layout import nearest_layouts
@@ -87,7 +87,7 @@ def cut_pools(s: Settings, role: Role, num_seqs: int | None = None) -> Room | Pr
     units = measure(s, shape)
     if not units.holds(1):
         return _too_small(s, role, shape, units)
-    seqs = role_spec.max_num_seqs or num_seqs or _choose_seqs(s, units)
+    seqs = role_spec.max_num_seqs or num_seqs or seqs_by_context(s.profile.limits, units)
     if not units.holds(seqs):
         return _too_many(s, role, seqs, units)
     return Room(role, shape, fixed_lines(s, shape), units, seqs, num_slots(seqs), units.num_pages(seqs))
@@ -121,9 +121,8 @@ def whole_units(free: int, fixed: int, unit: int) -> int:
     return max(0, (free - fixed) // unit)
 
 
-def _choose_seqs(s: Settings, units: Units) -> int:
+def seqs_by_context(limits: LimitsSpec, units: Units) -> int:
     """As many as have a slot and the profile's context each, beside nothing else; at least one."""
-    limits = s.profile.limits
     context_pages = ceil_div(limits.context_tokens_per_seq, limits.page_size_tokens)
     for seqs in range(limits.max_num_seqs, 1, -1):
         pages = max(units.pages_needed, seqs * context_pages)

@@ -22,7 +22,7 @@ from kimi_operator.planner.memory import (
     slot_bytes,
     weight_lines,
 )
-from kimi_operator.planner.pools import num_slots
+from kimi_operator.planner.pools import Units, num_slots, seqs_by_context
 from kimi_operator.planner.solve import solve
 from kimi_operator.planner.unified import block_layout
 from kimi_operator.planner.workload import Workload
@@ -77,6 +77,8 @@ class Search:
     """Tokens that a request may have and both roles must hold, where they are stated."""
     max_num_seqs: Mapping[Role, int] = field(default_factory=dict)
     """Running requests of a lane, where they are stated: a pool sets their slots aside however few run."""
+    is_assumed: bool = False
+    """Nobody stated the lengths: a lane runs no more than a plan does, which gives each the profile's context."""
     pool_bytes: int | None = None
     """Of a GPU, where a pool is stated, as vLLM takes it; no command states one."""
     timing: Callable[[GroupShape, int], Timing] | None = None
@@ -123,11 +125,18 @@ class Search:
             role=role,
             lanes=groups * shape.lanes,
             budget=budget,
-            most_seqs=stated or self.profile.limits.max_num_seqs,
+            most_seqs=stated or self._most_seqs(budget),
             max_positions=self.longest,
             timing=None if self.timing is None else self.timing(shape, groups),
             longest=self.max_model_len or 1,
         )
+
+    def _most_seqs(self, budget: Budget) -> int:
+        limits, pool = self.profile.limits, budget.design
+        if not self.is_assumed or not isinstance(pool, PagePool):
+            return limits.max_num_seqs
+        needed = pool.units(self.max_model_len or 1)
+        return seqs_by_context(limits, Units(budget.free, pool.slot_bytes, pool.page_bytes, needed))
 
 
 def longest_request(a: Architecture, max_model_len: int | None) -> int:

@@ -26,16 +26,38 @@ def test_a_stated_longest_request_is_kept_and_held_by_each_layout(run: Run) -> N
     assert "requests of up to 524,288 (maxModelLen); " in out.splitlines()[0]
 
 
-@pytest.mark.parametrize("longest", [200_000, 524_288, 1_048_576])
-def test_layouts_run_what_their_plan_runs_beside_the_stated_longest_request(run: Run, longest: int) -> None:
-    found = search(run, "--chip", "mi300x", "--search", 4, "--max-model-len", longest)
-    shapes = {each["decode"]["tensor_parallel"]: each["decode"]["max_num_seqs"] for each in found["ranked"]}
-    lengths = ("--prompt-tokens", 14_336, "--output-tokens", 2048)
-    assert (2 in shapes) == (longest < 600_000)  # two nodes of TP2 hold 615,872 tokens
-    for tensor_parallel, seqs in shapes.items():
-        flags = ("--nodes", 4, "--tensor-parallel", tensor_parallel, "--max-model-len", longest, *lengths)
-        plan = json.loads(run("plan", "--chip", "mi300x", *flags, "-o", "json")[1])
-        assert plan["decode"]["max_num_seqs"] == seqs
+@pytest.mark.parametrize("lengths", [(), ("--prompt-tokens", 14_336, "--output-tokens", 2048)])
+@pytest.mark.parametrize("longest", [None, 8192, 200_000, 524_288, 1_048_576])
+def test_layouts_are_planned_as_they_are_ranked(run: Run, longest: int | None, lengths: tuple[object, ...]) -> None:
+    if longest == 8192 and lengths:
+        lengths = ("--prompt-tokens", 4096, "--output-tokens", 500)
+    stated = (*lengths, *(() if longest is None else ("--max-model-len", longest)))
+    found = search(run, "--chip", "mi300x", "--search", 4, *stated)["ranked"]
+    widths = {each["decode"]["tensor_parallel"]: each for each in found}
+    assert (2 in widths) == ((longest or 1) < 600_000)  # two nodes of TP2 hold 615,872 tokens
+    for width, each in widths.items():
+        flags = ("--chip", "mi300x", "--nodes", 4, "--tensor-parallel", width, *stated)
+        plan = json.loads(run("plan", *flags, "-o", "json")[1])
+        for role in ("prefill", "decode"):
+            assert plan[role]["max_num_seqs"] == each[role]["max_num_seqs"]
+            assert plan[role]["max_model_len"] == each[role]["max_model_len"]
+        assert plan["speed"]["throughput"]["value"] == pytest.approx(each["tokens_per_second"])
+
+
+def test_both_roles_max_num_seqs_are_shown(run: Run) -> None:
+    flags = ("--chip", "mi300x", "--search", 4, "--prompt-tokens", 14_336, "--output-tokens", 2048)
+    first = search(run, *flags)["ranked"][0]
+    seqs = [first[role]["max_num_seqs"] for role in ("prefill", "decode")]
+    assert seqs[0] != seqs[1]
+    out = run("plan", *flags)[1]
+    assert f" {seqs[0]} / {seqs[1]} " in out
+    assert "maxNumSeqs is of a lane, in prefill / in decode" in out
+
+
+def test_lengths_that_nobody_stated_are_called_assumed(run: Run) -> None:
+    flags = ("plan", "--chip", "mi300x", "--search", 4)
+    assert "answers of 2,048 tokens (assumed: none was given); " in run(*flags)[1].splitlines()[0]
+    assert "assumed" not in run(*flags, "--prompt-tokens", 9, "--output-tokens", 9)[1].splitlines()[0]
 
 
 def test_what_is_not_kept_is_named_with_its_values(run: Run) -> None:
