@@ -9,7 +9,7 @@ from cyclopts import Parameter
 from kimi_operator.cli.flags import DeploymentFlags
 from kimi_operator.cli.session_flags import SessionFlags, TableFlags
 
-Output = Literal["text", "json", "yaml"]
+Output = Literal["text", "json", "yaml", "markdown", "html"]
 
 
 def replay(
@@ -28,7 +28,7 @@ def replay(
         YAML with one KimiDeployment, and your own HardwareProfiles if any; `-` is standard input. Can be repeated.
         A `profile.yaml` beside it is read too, which standard error then says.
     output
-        text, json or yaml.
+        text, json, yaml, markdown, or html: one page that needs nothing else.
     """
     # Flags that cannot be read are answered before the planner is loaded.
     from kimi_operator.cli.replay_views import answer  # noqa: PLC0415

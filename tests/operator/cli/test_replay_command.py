@@ -434,7 +434,7 @@ def test_reuse_that_the_pool_cannot_keep_is_warned_of(document: Document) -> Non
         (("--rows", 201), "--rows: got 201, expected from 1 to 200"),
         (("--trace", "t.jsonl", "--turns", 3), "--turns: got a flag beside --trace, expected either of them"),
         (("--trace", "none.jsonl"), "none.jsonl: got No such file or directory, expected a readable file"),
-        (("-o", "html"), 'Invalid value "html" for -o. Choose from: "text", "json", "yaml"'),
+        (("-o", "pdf"), 'Invalid value "pdf" for -o. Choose from: "text", "json", "yaml", "markdown", "html"'),
         (("--sessions", 3), "--sessions"),
     ],
 )
