@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from functools import cache
-from importlib.resources import files
-from importlib.resources.abc import Traversable
+from pathlib import Path
 
 import yaml
 
@@ -19,8 +18,8 @@ from kimi_operator.profiles.select import foreign_nodes, select_profile
 __all__ = ["architecture", "built_in_profiles", "foreign_nodes", "select_profile"]
 
 
-def _data(folder: str, suffix: str) -> dict[str, Traversable]:
-    entries = (files(__name__) / folder).iterdir()
+def _data(folder: str, suffix: str) -> dict[str, Path]:
+    entries = (Path(__file__).parent / folder).iterdir()
     return {entry.name.removesuffix(suffix): entry for entry in entries if entry.name.endswith(suffix)}
 
 

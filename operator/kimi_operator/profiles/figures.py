@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from importlib.resources import files
+from pathlib import Path
 
 import yaml
 
@@ -13,5 +13,5 @@ PUBLISHED = "published.yaml"
 
 def published_figures() -> tuple[Figure, ...]:
     """Every row of the file, in its order. Raises InvalidSpec that names a row which is wrong."""
-    text = (files("kimi_operator.profiles") / PUBLISHED).read_text(encoding="utf-8")
+    text = Path(__file__).with_name(PUBLISHED).read_text(encoding="utf-8")
     return read_figures(yaml.load(text, Loader=yaml.CSafeLoader))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from importlib.resources import files
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import yaml
@@ -212,7 +212,7 @@ def read_measurements(
 @cache
 def built_in_measurements() -> Measurements:
     """The measurements that ship with the operator."""
-    text = (files("kimi_operator.profiles") / FILE).read_text(encoding="utf-8")
+    text = Path(__file__).with_name(FILE).read_text(encoding="utf-8")
     document = yaml.load(text, Loader=yaml.CSafeLoader)
     return read_measurements(document, architecture(MODEL), built_in_profiles(), FILE)
 
