@@ -17,7 +17,7 @@ from kimi_operator.cli.held_out_rates import (
     rate_summary,
     rates_text,
 )
-from kimi_operator.cli.markdown import table
+from kimi_operator.cli.markdown import cell, table
 from kimi_operator.planner.figures import Checked, Kind, Value, Verdict, judge
 from kimi_operator.planner.fit import Residual, residuals
 from kimi_operator.planner.published import Given, compute
@@ -108,9 +108,17 @@ def _markdown(rows: list[Checked], times: tuple[Residual, ...], rates: tuple[Rat
     yield from table(HEAD, map(cells, times))
     yield ""
     yield from (f"- {summary}" for summary in summaries(times))
+    yield from _whys(times)
     yield "\n## Measured throughput, tokens/s: held out\n"
     yield from table(HEAD, map(rate_cells, rates))
     yield f"\n- {rate_summary(rates)}"
+    yield from _whys(rates)
+
+
+def _whys(found: tuple[Residual, ...] | tuple[RateResidual, ...]) -> Iterator[str]:
+    """What would explain rows of a table, in Markdown."""
+    reasons = ((each.sample.name, each.sample.reason) for each in found if each.sample.reason)
+    yield from (f"- {cell(name)}: {cell(reason)}" for name, reason in reasons)
 
 
 def _reasoned(row: Checked) -> tuple[str, ...]:

@@ -157,8 +157,12 @@ def times_text(found: Sequence[Residual]) -> Iterator[str]:
     yield columns(HEAD)
     for name, phase in PHASES.items():
         yield f"{name}, ms"
-        rows = (cells(r) for r in found if isinstance(r.sample.load, phase))
-        yield from (columns((f"  {first}", *others)) for first, *others in rows)
+        for residual in found:
+            if isinstance(residual.sample.load, phase):
+                first, *others = cells(residual)
+                yield columns((f"  {first}", *others))
+                if residual.sample.reason:
+                    yield f"    why: {residual.sample.reason}"
     yield from summaries(found)
 
 
@@ -187,4 +191,5 @@ def time_document(residual: Residual) -> dict[str, Any]:
         "in_band": residual.is_in_band,
         "calibrated_on": predicted.calibrated_on,
         "source": sample.source,
+        "reason": sample.reason,
     }

@@ -74,8 +74,11 @@ def rate_summary(rates: Sequence[RateResidual]) -> str:
 def rates_text(rates: Sequence[RateResidual]) -> Iterator[str]:
     """For a terminal."""
     yield "throughput, tokens/s"
-    for name, *others in map(rate_cells, rates):
+    for rate in rates:
+        name, *others = rate_cells(rate)
         yield columns((f"  {name}", *others))
+        if rate.sample.reason:
+            yield f"    why: {rate.sample.reason}"
     yield rate_summary(rates)
 
 
@@ -95,4 +98,5 @@ def rate_document(rate: RateResidual) -> dict[str, Any]:
         "in_band": rate.is_in_band,
         "calibrated_on": predicted.calibrated_on,
         "source": sample.source,
+        "reason": sample.reason,
     }

@@ -57,6 +57,8 @@ class Sample:
     measured_s: float
     use: Use
     source: str
+    reason: str = ""
+    """What would explain that predictions miss it, or meet it by chance."""
 
     @property
     def anchor(self) -> Anchor:
@@ -104,7 +106,7 @@ def calibrate(setup: Setup, phase: type[DecodeLoad | PrefillLoad], samples: Iter
     where = {
         Nearness.OWN: "",
         Nearness.SAME_ISA: f", borrowed from another {setup.chip.isa} chip",
-        Nearness.BORROWED: f", borrowed: nothing of {setup.engine.name} on {setup.chip.isa} was measured",
+        Nearness.BORROWED: f", borrowed: {_missing(setup, mine)}",
     }[nearness]
     factor = _factor(chosen)
     band = f"{_errors_text(held, without_chip)}, and refits over what is assumed"
@@ -248,6 +250,13 @@ def _errors_without_chip(nearness: Nearness, samples: Sequence[Sample]) -> _Erro
 def _worst(errors: Iterable[float]) -> float:
     """The band that they make: the largest |log error|."""
     return max((abs(math.log1p(error)) for error in errors), default=0.0)
+
+
+def _missing(setup: Setup, samples: Iterable[Sample]) -> str:
+    of = f"{setup.engine.name} on {setup.chip.isa}"
+    if any((s.setup.engine.name, s.setup.chip.isa) == (setup.engine.name, setup.chip.isa) for s in samples):
+        return f"all of {of} is held out"
+    return f"nothing of {of} was measured"
 
 
 def _errors_text(held: _Errors, without_chip: _Errors) -> str:

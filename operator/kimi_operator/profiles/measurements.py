@@ -100,6 +100,8 @@ class DecodeFigures(_PointFigures):
     concurrency: int = Field(ge=1, le=1_000_000)
     context_tokens: Tokens
     tpot_ms: Rate
+    reason: str = ""
+    """What would explain that predictions miss it, or meet it by chance."""
 
 
 class PrefillFigures(_PointFigures):
@@ -117,6 +119,8 @@ class RateFigures(_RunFigures):
     output_tokens: Tokens
     chunk_tokens: Tokens
     tokens_per_second: Rate
+    reason: str = ""
+    """What would explain that the curve misses it."""
 
 
 class Note(ApiModel):
@@ -157,6 +161,8 @@ class RateSample:
     chunk_tokens: int
     tokens_per_second: float
     source: str
+    reason: str = ""
+    """What would explain that the curve misses it; empty where nothing has to be explained."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +262,7 @@ def _sample(
     setup = _setup(found, a, profiles, point, where)
     if isinstance(point, DecodeFigures):
         load = DecodeLoad(point.concurrency, point.context_tokens)
-        return Sample(point.name, setup, load, point.tpot_ms / 1e3, point.use, point.source)
+        return Sample(point.name, setup, load, point.tpot_ms / 1e3, point.use, point.source, point.reason)
     return Sample(point.name, setup, PrefillLoad(point.prompt_tokens), point.seconds, point.use, point.source)
 
 
@@ -271,6 +277,7 @@ def _rate(
         chunk_tokens=point.chunk_tokens,
         tokens_per_second=point.tokens_per_second,
         source=point.source,
+        reason=point.reason,
     )
 
 

@@ -110,7 +110,8 @@ def test_measured_points_are_the_published_ones_and_only_rows_that_say_so_are_fi
     """Times stand in two files: what is fitted on and what is checked against must not come apart."""
     rows = {figure.name: figure.published for figure in FIGURES if figure.section == "decode_tpot_ms"}
     points = {sample.name: sample for sample in MEASURED.samples if isinstance(sample.load, DecodeLoad)}
-    assert {name: pytest.approx(point.measured_s * 1e3) for name, point in points.items()} == rows
+    assert {name: pytest.approx(points[name].measured_s * 1e3) for name in rows} == rows
+    assert all(points[name].use is Use.HELD_OUT for name in points.keys() - rows.keys())
     assert {name for name in rows if name.startswith("fit_")} == {
         name for name, point in points.items() if point.use is Use.FITTED
     }
