@@ -27,6 +27,8 @@ def replay_document(outcome: Outcome) -> dict[str, Any]:
             "count": len(asked.sessions),
             "reuse": asked.reuse,
             "assumed": list(asked.assumed),
+            "from_workload": list(asked.manifest.taken),
+            "unused_of_workload": list(asked.manifest.unused),
             **({"seed": asked.seed, **dataclasses.asdict(asked.agents)} if asked.agents else {}),
         },
         "service": {
@@ -41,6 +43,7 @@ def replay_document(outcome: Outcome) -> dict[str, Any]:
         "summary_low": dataclasses.asdict(outcome.fast.summary),
         "summary_high": dataclasses.asdict(outcome.slow.summary),
         **(_times(outcome) if outcome.value.summary.turns else dict.fromkeys(("ttft", "tpot", "duration"))),
+        "targets": [dataclasses.asdict(met) for met in outcome.targets],
         "row_s": outcome.row_s,
         "over_time": [dataclasses.asdict(row) for row in outcome.rows],
         "by_turn": [_turn_document(each) for each in outcome.turns],

@@ -33,9 +33,14 @@ def title(outcome: Outcome) -> str:
 
 def opening(outcome: Outcome) -> Iterator[str]:
     """What was replayed, what of it was assumed, and what the figures are."""
-    yield outcome.asked.text
-    if outcome.asked.assumed:
-        yield f"assumed, since not stated: {', '.join(outcome.asked.assumed)}"
+    asked = outcome.asked
+    yield from asked.text
+    if asked.manifest.taken:
+        yield f"from spec.workload: {', '.join(asked.manifest.taken)}"
+    if asked.manifest.unused:
+        yield f"not used of spec.workload: {', '.join(asked.manifest.unused)}"
+    if asked.assumed:
+        yield f"assumed, since not stated: {', '.join(asked.assumed)}"
     yield "predicted, not measured; in brackets: the whole replay with all times at the low and at the high end"
 
 
@@ -45,6 +50,9 @@ def summary_rows(outcome: Outcome) -> Iterator[tuple[str, str]]:
     yield "binds", f"{value.binds}{_waits(value)}"
     yield "TTFT", _percentiles(*(outcome.banded(of, "ms") for of in TTFT))
     yield "TPOT", _percentiles(*(outcome.banded(of, "ms") for of in TPOT))
+    for met in outcome.targets:
+        bounds = f"{met.low:.0%} to {met.high:.0%}"
+        yield f"{met.name} target", f"{met.target_s:g} s, met by {met.share:.0%} of turns ({bounds})"
     yield "duration", f"{_banded(outcome.banded(lambda s: s.duration_s, 's'))} for {value.turns:,} turns"
     computed = f"computes {value.computed_tokens:,} of {value.prompt_tokens:,} prompt tokens"
     yield "prefill", f"{value.prefill_busy:.0%} busy; {computed}"

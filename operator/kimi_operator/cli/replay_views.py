@@ -16,6 +16,8 @@ from kimi_operator.cli.text import refusal_text
 from kimi_operator.cli.views import lines
 from kimi_operator.errors import Problem
 from kimi_operator.planner import Infeasible
+from kimi_operator.planner.demand import FIELD
+from kimi_operator.planner.workload import workload_of
 
 DEFAULT_ROWS = 10
 MOST_ROWS = 200
@@ -33,10 +35,11 @@ def answer(files: list[Path], flags: Flags, output: str) -> tuple[str, int]:
         raise refuse("--rows", f"{rows:,}", f"from 1 to {MOST_ROWS}", "correct it")
     if STANDARD_INPUT in files and of_sessions.trace == STANDARD_INPUT:
         raise refuse("--file", "- beside --trace -", "one of them to be standard input", "name a file for the other")
-    sessions = asked_sessions(of_sessions)
     if not files and not deployment.given:
         raise refuse("--file", "nothing", "a manifest, or flags such as --chip mi300x", "name one with -f")
     asked = asked_for(files, deployment, WorkloadFlags())
+    stated = asked.deployment.spec.workload
+    sessions = asked_sessions(of_sessions, None if stated is None else workload_of(stated, FIELD))
     planned = make_plan(asked)
     if isinstance(planned.plan, Infeasible):
         return _refused(asked.problems(planned.plan.problems), output), 1

@@ -14,7 +14,7 @@ from kimi_operator.cli.sessions import AskedSessions
 from kimi_operator.errors import InvalidSpec, Problem
 from kimi_operator.planner import Plan
 from kimi_operator.planner.predict import Prediction, Side, decode_step_ms, handoff_ms, prefill_ms
-from kimi_operator.planner.pressure import Row, Summary, summarise, table
+from kimi_operator.planner.pressure import Row, Summary, share_within, summarise, table, tpots_s, ttfts_s
 from kimi_operator.planner.replay import replay
 from kimi_operator.planner.retention import Retention, retention
 from kimi_operator.planner.roofline import DecodeLoad, PrefillLoad
@@ -49,6 +49,18 @@ class BandedRow:
 
 
 @dataclass(frozen=True, slots=True)
+class Met:
+    """Share of turns that meet a target, and the least and most of the three runs."""
+
+    name: str
+    """TTFT or TPOT."""
+    target_s: float
+    share: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
 class Outcome:
     """Everything that is said about a replay."""
 
@@ -73,7 +85,26 @@ class Outcome:
 
     def banded(self, of: Callable[[Summary], float | None], unit: str) -> Prediction | None:
         """A time of the summary, in ms or s, with its band; None where it has none."""
-        return _banded([of(run.summary) for run in (self.value, self.fast, self.slow)], unit)
+        return _banded([of(run.summary) for run in self.runs], unit)
+
+    @property
+    def runs(self) -> tuple[Run, Run, Run]:
+        """At predicted times, at the low and at the high end."""
+        return self.value, self.fast, self.slow
+
+    @property
+    def targets(self) -> tuple[Met, ...]:
+        """The manifest's targets, where it states some and turns have such a time."""
+        manifest = self.asked.manifest
+        found = []
+        for name, target_s, times in (("TTFT", manifest.ttft_s, ttfts_s), ("TPOT", manifest.tpot_s, tpots_s)):
+            if target_s is None:
+                continue
+            shares = [share_within(times(run.replayed.turns), target_s) for run in self.runs]
+            known = [share for share in shares if share is not None]
+            if known:
+                found.append(Met(name, target_s, known[0], min(known), max(known)))
+        return tuple(found)
 
 
 def replay_on(
@@ -149,7 +180,7 @@ def _lane(planned: Planned, plan: Plan) -> Lane:
 def _check_first(asked: AskedSessions, max_context: int) -> None:
     """Raises InvalidSpec when some session cannot even begin: its prompt and a token are longer than maxModelLen."""
     longest = asked.longest_first
-    if longest >= max_context:
+    if asked.first_field is not None and longest >= max_context:
         expected = f"less than {max_context:,} tokens, the deployment's longest request"
         raise InvalidSpec(
             (Problem(asked.first_field, f"{longest:,}", expected, "shorten it, or plan a larger maxModelLen"),)

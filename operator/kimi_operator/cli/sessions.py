@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kimi_operator.api.workload import MAX_TOKENS
 from kimi_operator.cli.flag_documents import seconds
 from kimi_operator.cli.flags import flag_name, refuse
+from kimi_operator.cli.manifest_sessions import FromManifest, from_manifest
 from kimi_operator.cli.session_flags import DEFAULTS, SessionFlags
 from kimi_operator.planner.agents import Agents, Session, draw
+from kimi_operator.planner.demand import FIELD
+from kimi_operator.planner.workload import Workload
 
 if TYPE_CHECKING:
     from kimi_operator.cli.trace import Trace
@@ -19,6 +23,7 @@ MOST_TURNS = 10_000
 """Turns of all sessions together: a replay of so many takes some seconds."""
 MOST_SECONDS = 86_400.0
 MOST_SEED = 2**32 - 1
+CONCURRENCY = f"{FIELD}.concurrency"
 
 _MOST = {
     "agents": MOST_TURNS,
@@ -35,17 +40,19 @@ class AskedSessions:
 
     sessions: tuple[Session, ...]
     reuse: float
-    text: str
-    """What they are, for a person."""
+    text: tuple[str, ...]
+    """What they are, for a person, in lines."""
     source: str
     """Where they are from, as the user wrote it."""
-    first_field: str
-    """What the user would mend if the longest first prompt does not fit."""
+    first_field: str | None
+    """What the user would mend if the longest first prompt does not fit; None where a tail may be cut."""
     agents: Agents | None
     """What they were drawn from; None when they were recorded."""
     seed: int
     assumed: tuple[str, ...]
     """Flags that nobody stated, or fields of a trace, so that their defaults were taken."""
+    manifest: FromManifest
+    """What the manifest's workload says of them; empty without one."""
 
     @property
     def num_turns(self) -> int:
@@ -58,9 +65,13 @@ class AskedSessions:
         return max(session.turns[0].new_tokens for session in self.sessions)
 
 
-def asked_sessions(flags: SessionFlags) -> AskedSessions:
-    """Raises InvalidSpec for flags that say nothing, too much, or what cannot be."""
-    reuse = 0.0 if flags.reuse is None else flags.reuse
+def asked_sessions(flags: SessionFlags, workload: Workload | None = None) -> AskedSessions:
+    """The sessions of flags; what these leave open is of the manifest's workload, if it has one.
+
+    Raises InvalidSpec for flags that say nothing, too much, or what cannot be.
+    """
+    manifest = FromManifest() if workload is None else from_manifest(workload, flags)
+    reuse = (manifest.reuse or 0.0) if flags.reuse is None else flags.reuse
     if not 0 <= reuse <= 1:
         raise refuse("--reuse", f"{reuse:g}", "a share from 0 to 1", "write 0.9 for nine tenths")
     if flags.trace is not None:
@@ -69,41 +80,66 @@ def asked_sessions(flags: SessionFlags) -> AskedSessions:
         # A trace is read with the API's models, which sessions that are drawn do not need.
         from kimi_operator.cli.trace import read_trace  # noqa: PLC0415
 
-        return _recorded(flags.trace, read_trace(flags.trace), reuse)
-    agents, seed = _agents(flags), int(DEFAULTS["seed"] if flags.seed is None else flags.seed)
+        return _recorded(flags.trace, read_trace(flags.trace), reuse, manifest)
+    agents, seed = _agents(flags, manifest), int(DEFAULTS["seed"] if flags.seed is None else flags.seed)
     if not 0 <= seed <= MOST_SEED:
         raise refuse("--seed", f"{seed}", f"a whole number from 0 to {MOST_SEED}", "choose another")
-    assumed = [flag_name(name) for name in DEFAULTS if name != "seed" and getattr(flags, name) is None]
-    sessions = draw(agents, seed)
-    text, field = _text(agents, seed), "--first-prompt-tokens"
-    return AskedSessions(sessions, reuse, text, "flags", field, agents, seed, tuple(assumed))
+    known = {"seed", *(name for name, value in _of_manifest(manifest).items() if value is not None)}
+    assumed = [flag_name(name) for name in DEFAULTS if name not in known and getattr(flags, name) is None]
+    return AskedSessions(
+        sessions=draw(agents, seed),
+        reuse=reuse,
+        text=_text(agents, manifest, seed),
+        source="flags" if workload is None else "flags and spec.workload",
+        first_field="--first-prompt-tokens" if manifest.first_prompt is None else None,
+        agents=agents,
+        seed=seed,
+        assumed=tuple(assumed),
+        manifest=manifest,
+    )
 
 
-def _recorded(file: Path, trace: Trace, reuse: float) -> AskedSessions:
+def _recorded(file: Path, trace: Trace, reuse: float, manifest: FromManifest) -> AskedSessions:
     sessions = trace.sessions
     num_turns = sum(len(session.turns) for session in sessions.values())
     longest = max(sessions, key=lambda where: sessions[where].turns[0].new_tokens)
     return AskedSessions(
         sessions=tuple(sessions.values()),
         reuse=reuse,
-        text=f"{len(sessions):,} sessions of {file}, {num_turns:,} turns",
+        text=(f"{len(sessions):,} sessions of {file}, {num_turns:,} turns",),
         source=f"--trace {file}",
         first_field=f"{longest}.newTokens",
         agents=None,
         seed=0,
         assumed=trace.assumed,
+        manifest=manifest,
     )
 
 
-def _agents(flags: SessionFlags) -> Agents:
+def _of_manifest(manifest: FromManifest) -> dict[str, Any]:
+    """What takes the place of a default, by flag."""
+    return {
+        "agents": manifest.agents,
+        "first_prompt_tokens": manifest.first_prompt,
+        "output_tokens": manifest.output,
+        "ramp": manifest.requests_per_second,
+    }
+
+
+def _agents(flags: SessionFlags, manifest: FromManifest) -> Agents:
     def stated(name: str) -> Any:
         value = getattr(flags, name)
         return DEFAULTS[name] if value is None else value
 
     def whole(name: str) -> int:
-        number = int(stated(name))
+        lengths = {"first_prompt_tokens": manifest.first_prompt, "output_tokens": manifest.output}.get(name)
+        if lengths is not None:
+            return round(lengths.mean)
+        number = int(stated(name)) if name != "agents" or manifest.agents is None else manifest.agents
         if not 1 <= number <= _MOST[name]:
-            raise refuse(flag_name(name), f"{number:,}", f"from 1 to {_MOST[name]:,}", "correct it")
+            is_mine = name != "agents" or manifest.agents is None
+            field, remedy = (flag_name(name), "correct it") if is_mine else (CONCURRENCY, "state --agents")
+            raise refuse(field, f"{number:,}", f"from 1 to {_MOST[name]:,}", remedy)
         return number
 
     def time_s(name: str) -> float:
@@ -112,16 +148,46 @@ def _agents(flags: SessionFlags) -> Agents:
             raise refuse(flag_name(name), f"{time:,g}s", f"at most {MOST_SECONDS:,.0f}s, a day", "lower it")
         return time
 
-    agents = Agents(*map(whole, _MOST), *map(time_s, ("think_time", "ramp")))
-    if (num_turns := agents.sessions * agents.turns) > MOST_TURNS:
-        got = f"{agents.sessions:,} x {agents.turns:,} turns = {num_turns:,}"
-        raise refuse("--agents", got, f"at most {MOST_TURNS:,} turns in all", "lower --agents or --turns")
-    return agents
+    num_sessions, num_each, first_tokens, turn_tokens, output_tokens = map(whole, _MOST)
+    if (num_turns := num_sessions * num_each) > MOST_TURNS:
+        got = f"{num_sessions:,} x {num_each:,} turns = {num_turns:,}"
+        field, remedy = "--agents", "lower --agents or --turns"
+        if manifest.agents is not None:
+            field, remedy = CONCURRENCY, "state fewer --agents or --turns"
+        raise refuse(field, got, f"at most {MOST_TURNS:,} turns in all", remedy)
+    think_s, ramp_s = time_s("think_time"), time_s("ramp")
+    if manifest.requests_per_second is not None:
+        ramp_s = _ramp_s(manifest.requests_per_second, num_turns)
+    first, output = manifest.first_prompt, manifest.output
+    return Agents(
+        sessions=num_sessions,
+        turns=num_each,
+        first_prompt_tokens=first_tokens,
+        turn_tokens=turn_tokens,
+        output_tokens=output_tokens,
+        think_s=think_s,
+        ramp_s=ramp_s,
+        first_prompts=() if first is None else first.points,
+        outputs=() if output is None else output.points,
+    )
 
 
-def _text(agents: Agents, seed: int) -> str:
+def _ramp_s(requests_per_second: Fraction, num_turns: int) -> float:
+    """Sessions begin so that their turns come at this rate, on average; each turn is a request."""
+    ramp_s = float(num_turns / requests_per_second)
+    if ramp_s > MOST_SECONDS:
+        got = f"{float(requests_per_second):g}: {num_turns:,} turns over {ramp_s:,.0f}s"
+        raise refuse(f"{FIELD}.requestsPerSecond", got, f"at most {MOST_SECONDS:,.0f}s, a day", "state --ramp")
+    return ramp_s
+
+
+def _text(agents: Agents, manifest: FromManifest, seed: int) -> tuple[str, str]:
+    first = manifest.first_prompt or f"{agents.first_prompt_tokens:,} tokens"
+    means = [f"{agents.turn_tokens:,} added a turn", f"{agents.think_s:g} s of thinking"]
+    if manifest.output is None:
+        means.insert(1, f"{agents.output_tokens:,} answered")
+    lengths = [f"first prompt {first}", *([f"answers {manifest.output}"] if manifest.output else [])]
     return (
-        f"{agents.sessions:,} agents x {agents.turns:,} turns, begun over {agents.ramp_s:g} s, seed {seed}: "
-        f"first prompt {agents.first_prompt_tokens:,} tokens, means of {agents.turn_tokens:,} added a turn, "
-        f"{agents.output_tokens:,} answered, {agents.think_s:g} s of thinking"
+        f"{agents.sessions:,} agents x {agents.turns:,} turns, begun over {agents.ramp_s:g} s, seed {seed}",
+        f"{'; '.join(lengths)}; means of {', '.join(means)}",
     )

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Agents:
-    """What the sessions are like, all at least 1. Lengths and thinking are exponential around their means; the first
-    prompt is not."""
+    """What the sessions are like; numbers are at least 1. Lengths and thinking are exponential around their means, but
+    for the first prompt, and for what is drawn from stated lengths."""
 
     sessions: int
     turns: int
@@ -21,6 +21,10 @@ class Agents:
     """Mean time from an answer to the next turn: the tool's or the person's. May be 0."""
     ramp_s: float = 0.0
     """Sessions begin evenly spread over this time."""
+    first_prompts: tuple[int, ...] = ()
+    """Equally likely first prompts; empty: all are of `first_prompt_tokens`."""
+    outputs: tuple[int, ...] = ()
+    """Equally likely answers; empty: they are exponential around `output_tokens`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +52,10 @@ def draw(agents: Agents, seed: int) -> tuple[Session, ...]:
         return max(1, round(rng.expovariate(1 / mean)))
 
     def turn(index: int) -> Turn:
-        new = around(agents.turn_tokens) if index else agents.first_prompt_tokens
+        first = rng.choice(agents.first_prompts) if agents.first_prompts and not index else agents.first_prompt_tokens
+        new = around(agents.turn_tokens) if index else first
         think_s = rng.expovariate(1 / agents.think_s) if agents.think_s else 0.0
-        return Turn(new, around(agents.output_tokens), think_s)
+        return Turn(new, rng.choice(agents.outputs) if agents.outputs else around(agents.output_tokens), think_s)
 
     apart_s = agents.ramp_s / agents.sessions
     return tuple(Session(i * apart_s, tuple(map(turn, range(agents.turns)))) for i in range(agents.sessions))

@@ -94,19 +94,28 @@ def summarise(replayed: Replayed, service: Service) -> Summary:
     )
 
 
-def times(turns: Iterable[Served]) -> dict[str, float | None]:
+def times(turns: Sequence[Served]) -> dict[str, float | None]:
     """Percentiles of TTFT, from asking to the first token, and of TPOT, in seconds."""
-    ttfts, tpots = [], []
-    for turn in turns:
-        ttfts.append(turn.first_s - turn.asked_s)
-        # prefill gives the first token, the batch the others
-        if turn.output_tokens > 1:
-            tpots.append((turn.end_s - turn.first_s) / (turn.output_tokens - 1))
     return {
         f"{name}_p{share}_s": percentile(sorted(found), share / 100)
-        for name, found in (("ttft", ttfts), ("tpot", tpots))
+        for name, found in (("ttft", ttfts_s(turns)), ("tpot", tpots_s(turns)))
         for share in (50, 95)
     }
+
+
+def ttfts_s(turns: Iterable[Served]) -> list[float]:
+    """Time to the first token of each turn."""
+    return [turn.first_s - turn.asked_s for turn in turns]
+
+
+def tpots_s(turns: Iterable[Served]) -> list[float]:
+    """Mean time between two tokens of each turn that has two: prefill gives the first, the batch the others."""
+    return [(turn.end_s - turn.first_s) / (turn.output_tokens - 1) for turn in turns if turn.output_tokens > 1]
+
+
+def share_within(times_s: Sequence[float], target_s: float) -> float | None:
+    """Share of the times that are no longer than the target; None without any."""
+    return sum(time_s <= target_s for time_s in times_s) / len(times_s) if times_s else None
 
 
 def percentile(ascending: Sequence[float], share: float) -> float | None:

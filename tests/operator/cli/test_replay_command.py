@@ -310,7 +310,7 @@ def test_the_text_is_one_screen(run: Run, agents: tuple[object, ...]) -> None:
     lines = run("replay", *MI300X, *agents)[1].splitlines()
     assert len(lines) <= 48
     assert max(len(line) for line in lines if "calibrated on" not in line) <= 140
-    assert "predicted, not measured" in lines[3]
+    assert "predicted, not measured" in lines[4]
 
 
 def test_rows_are_as_many_as_asked_at_most(document: Document) -> None:
