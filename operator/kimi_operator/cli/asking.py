@@ -29,7 +29,7 @@ from kimi_operator.errors import InvalidSpec, Problem
 from kimi_operator.planner import Plan
 from kimi_operator.planner.case import Solution
 from kimi_operator.planner.demand import FIELD
-from kimi_operator.planner.elsewhere import same_demand, with_remedies
+from kimi_operator.planner.elsewhere import same_demand, with_more_seqs, with_remedies
 from kimi_operator.planner.pools import Settings
 from kimi_operator.planner.targets import TARGETS
 from kimi_operator.planner.workload import Workload, check_lengths, read_workload, workload_of
@@ -173,6 +173,16 @@ def _judged(outlook: Outlook, asked: Asked) -> Outlook:
 
 
 def _with_remedies(outlook: Outlook) -> Outlook:
+    """The outlook; what is missed names what would meet it: another layout, or more running requests of a lane."""
+    now, best = outlook.decode.at_plan, outlook.decode.best
+    if isinstance(now, Solution) and isinstance(best, Solution):
+        told = with_more_seqs(now.misses, now, best, outlook.workload.running, "spec.decode.maxNumSeqs")
+        of_decode = dict(zip(now.misses, told, strict=True))
+        outlook = replace(outlook, misses=tuple(of_decode.get(each, each) for each in outlook.misses))
+    return _with_layouts(outlook)
+
+
+def _with_layouts(outlook: Outlook) -> Outlook:
     """The outlook, whose missed targets name the nearest layout that meets them."""
     solutions = (outlook.role(role).at_plan for role in Role)
     missed = {miss for each in solutions if isinstance(each, Solution) for miss in each.misses if miss.field in TARGETS}

@@ -41,6 +41,7 @@ class Inputs:
     deployment: Mapping[str, Any]
     profile: Mapping[str, Any]
     workload: Mapping[str, Any]
+    """Beside the deployment's own; empty where nobody states one."""
 
 
 def edited(inputs: Inputs, edits: Iterable[str], profiles: Mapping[str, HardwareProfile]) -> Inputs:
@@ -76,6 +77,9 @@ def _edited(inputs: Inputs, edit: str) -> Inputs:
         return _with_nodes(inputs, value)
     section, _, rest = key.partition(".")
     if section in ("profile", "workload") and rest:
+        if section == "workload" and not inputs.workload and "workload" in inputs.deployment["spec"]:
+            in_spec = {"fixed": value} if rest in ("prompt", "output") and type(value) is int else value
+            return replace(inputs, deployment=_set(inputs.deployment, f"spec.{key}", in_spec, edit))
         if section == "workload":
             return replace(inputs, workload=_set(inputs.workload, rest, value, edit))
         return replace(inputs, profile=_with_source(_set(inputs.profile, f"spec.{rest}", value, edit), rest))

@@ -80,6 +80,7 @@ class Typed:
         return str(int(nodes_of_a_group) * self.num_groups)
 
 
+_FIELD = re.compile(r"\bspec(\.[a-zA-Z]+)+")
 _NUMBER = re.compile(r"[0-9.,e+-]+( s)?")
 _OF_A_GROUP = {"--nodes-per-group", "spec.prefill", "spec.decode"}
 _BOUND = re.compile(r"(than or equal to) ([0-9]+)")
@@ -104,8 +105,15 @@ def typed(flags: DeploymentFlags, work: WorkloadFlags) -> Typed:
 def named_by_flag(
     problems: tuple[Problem, ...], flags: Container[str], written: Typed = NOTHING_TYPED
 ) -> tuple[Problem, ...]:
-    """The same problems with one of `flags` for its field; what both roles have in common once."""
-    named = (replace(problem, field=_flag(problem.field, flags)) for problem in problems)
+    """The same problems with one of `flags` for its field, and for others to change; what both roles share once."""
+    named = (
+        replace(
+            problem,
+            field=_flag(problem.field, flags),
+            remedy=_FIELD.sub(lambda field: _flag(field[0], flags), problem.remedy),
+        )
+        for problem in problems
+    )
     return tuple(dict.fromkeys(map(written.said, named)))
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from kimi_operator.api.base import dump
 from kimi_operator.cli.asking import Asked, make_plan, outlook_of
 from kimi_operator.cli.changes import (
     Change,
@@ -57,9 +56,7 @@ def _side(planned: Planned, asked: Asked, price: float | None) -> _Side:
 def what_if(asked: Asked, edits: list[str], price: float | None, output: str) -> Answer:
     """Edits are made to what the flags or the manifest say, not to what the plan chose."""
     first = make_plan(asked)
-    stated = first.deployment.spec.workload
-    workload = asked.workload or ({} if stated is None else dump(stated))
-    inputs = deployment_inputs(asked.deployment, first.profile, workload)
+    inputs = deployment_inputs(asked.deployment, first.profile, asked.workload)
     changed = edited(inputs, edits, asked.profiles)
     try:
         deployment, profile = read_edited(changed)

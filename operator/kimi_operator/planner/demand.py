@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from kimi_operator.api.deployment import Role
 from kimi_operator.api.profile import DType
 from kimi_operator.errors import InvalidSpec, Problem
 from kimi_operator.planner.budget import Budget, PagePool
 from kimi_operator.planner.case import Case, Solution, Timing
-from kimi_operator.planner.elsewhere import same_demand, with_remedies
+from kimi_operator.planner.elsewhere import same_demand, with_more_seqs, with_remedies
 from kimi_operator.planner.memory import GroupShape
 from kimi_operator.planner.pools import Room, Settings, num_slots
 from kimi_operator.planner.solve import solve
@@ -107,9 +108,12 @@ def lengths_text(workload: Workload) -> str:
 def shortfalls(s: Settings, room: Room, demand: Demand, solution: Solution) -> Iterator[str]:
     """What of the workload these settings do not meet or barely, and a setting of the user's that it cannot fill."""
     misses = with_remedies(solution.misses, same_demand(s, demand.workload, demand.timing), s.spec)
+    stated, holds = s.spec.role(room.role).max_num_seqs, _held(solution)
+    if stated is not None and room.role is Role.DECODE:
+        best, field = _best(s, room, demand), f"spec.{room.role}.maxNumSeqs"
+        misses = with_more_seqs(misses, solution, best, demand.workload.running, field)
     for problem in (*misses, *solution.doubts):
         yield str(replace(problem, field=f"spec.{problem.field}"))
-    stated, holds = s.spec.role(room.role).max_num_seqs, _held(solution)
     if stated is None or holds >= stated:
         return
     freed = solve(_case(s, room, demand, slots=None))
@@ -118,6 +122,13 @@ def shortfalls(s: Settings, room: Room, demand: Demand, solution: Solution) -> I
     beside = f"beside the slots of {stated} it holds {holds}, and the youngest requests are preempted"
     remedy = f"lower it: {beside} and computed again"
     yield str(Problem(f"spec.{room.role}.maxNumSeqs", str(stated), expected, remedy))
+
+
+def _best(s: Settings, room: Room, demand: Demand) -> Solution:
+    """What would run, were maxNumSeqs left to the plan."""
+    best = solve(replace(_case(s, room, demand, slots=None), most_seqs=s.profile.limits.max_num_seqs))
+    assert isinstance(best, Solution), best
+    return best
 
 
 def _held(solution: Solution) -> int:

@@ -1,4 +1,4 @@
-"""Where a target that a layout misses would be met: the nearest layout of the same nodes, solved like any other."""
+"""What would meet what a layout misses: another layout of the same nodes, or more running requests of a lane."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ from dataclasses import replace
 
 from kimi_operator.api.deployment import KimiDeploymentSpec, Role
 from kimi_operator.errors import Problem
-from kimi_operator.planner.case import Solution, Timing
+from kimi_operator.planner.case import Limit, Solution, Timing
 from kimi_operator.planner.layout import distance, divides
 from kimi_operator.planner.memory import GroupShape
 from kimi_operator.planner.pools import Settings
+from kimi_operator.planner.solve import more_lanes
 from kimi_operator.planner.space import Layout, Search, worker_search
 from kimi_operator.planner.targets import TARGETS
+from kimi_operator.planner.units import ceil_div
 from kimi_operator.planner.workload import Workload
+
+LOADS = ("workload.concurrency", "workload.requestsPerSecond")
 
 
 def same_demand(s: Settings, workload: Workload, timing: Callable[[GroupShape, int], Timing] | None) -> Search:
@@ -35,6 +39,30 @@ def with_remedies(problems: Iterable[Problem], request: Search, spec: KimiDeploy
         replace(problem, remedy=_remedy(problem, request, spec)) if problem.field in TARGETS else problem
         for problem in problems
     )
+
+
+def with_more_seqs(
+    misses: Iterable[Problem], now: Solution, best: Solution, running: int | None, field: str
+) -> tuple[Problem, ...]:
+    """What decode misses; a load is met by more running requests of a lane first, where more fit.
+
+    `best` is `now` with maxNumSeqs, which `field` states, left to what fits; `running` is the load.
+    """
+    fit = min(bound.max_num_seqs for bound in best.bounds if bound.limit is not Limit.WORKLOAD)
+    if running is None or fit < now.max_num_seqs:
+        return tuple(misses)
+    if fit == now.max_num_seqs:
+        # with maxNumSeqs left open it is not what binds
+        open_misses = {miss.field: miss for miss in best.misses}
+        return tuple(open_misses.get(miss.field, miss) if miss.field in LOADS else miss for miss in misses)
+    lanes = now.running // now.max_num_seqs
+    wanted = ceil_div(running, lanes)
+    if wanted <= fit:
+        remedy = f"raise {field} to {wanted} ({fit} fit), or {more_lanes(running, now.max_num_seqs)}"
+    else:
+        held = f"as many as fit, for {fit * lanes:,} at once"
+        remedy = f"raise {field} to {fit}, {held}; for all {running:,} {more_lanes(running, fit)}"
+    return tuple(replace(miss, remedy=remedy) if miss.field in LOADS else miss for miss in misses)
 
 
 def _remedy(problem: Problem, request: Search, spec: KimiDeploymentSpec) -> str:

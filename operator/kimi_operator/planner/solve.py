@@ -229,6 +229,11 @@ def _shorten(budget: Budget, longest: int, num_units: int) -> str:
     return " or ".join(remedies) or "use more GPUs a group, or GPUs with more memory"
 
 
+def more_lanes(running: int, seqs: int) -> str:
+    """What lets so many requests run where a lane runs no more than `seqs`."""
+    return f"use {ceil_div(running, seqs):,} lanes, or lower it"
+
+
 def _misses(case: Case, seqs: int, limit: Limit) -> Iterator[Problem]:
     work, timing = case.workload, case.timing
     if case.role is Role.DECODE and work.running is not None and work.running > seqs * case.lanes:
@@ -237,7 +242,9 @@ def _misses(case: Case, seqs: int, limit: Limit) -> Iterator[Problem]:
             rate = float(work.requests_per_second)
             field, got = "workload.requestsPerSecond", f"{rate:g}, which needs {work.running:,} requests at once"
         expected = f"at most {seqs * case.lanes:,}: {seqs} a lane x {case.lanes} lanes, where {limit} bind"
-        yield Problem(field, got, expected, f"use {ceil_div(work.running, seqs):,} lanes, or lower it")
+        if limit is Limit.LANES:
+            expected = expected.replace("lanes bind", "maxNumSeqs binds")
+        yield Problem(field, got, expected, more_lanes(work.running, seqs))
     if timing is None:
         return
     if case.role is Role.PREFILL and work.requests_per_second is not None:

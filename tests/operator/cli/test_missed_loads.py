@@ -1,0 +1,98 @@
+"""A load that decode does not run at once: more running requests of a lane come first, where they fit."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
+STATED, FOR_WORKLOAD = EXAMPLES / "mi300x-2p2d.yaml", EXAMPLES / "mi300x-workload.yaml"
+LENGTHS = ("--prompt-tokens", 14_336, "--output-tokens", 2048)
+Run = Callable[..., tuple[int, str, str]]
+
+
+def best_of(run: Run, *arguments: object) -> int:
+    """Running requests that fit a decode lane."""
+    document = json.loads(run("plan", *arguments, "-o", "json")[1])
+    return document["outlook"]["decode"]["best"]["max_num_seqs"]
+
+
+def test_what_if_offers_the_max_num_seqs_that_fit_before_more_lanes(run: Run) -> None:
+    fit = best_of(run, "-f", STATED)
+    assert fit > 8, "more than the manifest states"
+    status, out, _ = run("plan", "-f", STATED, "--what-if", "workload.concurrency=256")
+    assert status == 1
+    assert "at most 64: 8 a lane x 8 lanes, where maxNumSeqs binds; " in out
+    lanes = -(-256 // fit)
+    remedy = (
+        f"raise spec.decode.maxNumSeqs to {fit}, as many as fit, for {fit * 8} at once; for all 256 use {lanes} lanes"
+    )
+    assert f"binds; {remedy}, or lower it" in out
+
+
+def test_a_load_that_fits_needs_no_more_max_num_seqs_than_it_has_requests(run: Run) -> None:
+    fit = best_of(run, "-f", STATED)
+    out = run("plan", "-f", STATED, "--what-if", "workload.concurrency=72")[1]
+    assert f"raise spec.decode.maxNumSeqs to 9 ({fit} fit), or use 9 lanes, or lower it" in out
+
+
+@pytest.mark.parametrize("lengths", [(), LENGTHS])
+def test_from_flags_the_flag_is_named_and_the_miss_is_said_once(run: Run, lengths: tuple[object, ...]) -> None:
+    def plan(seqs: int, concurrency: int) -> tuple[int, list[str]]:
+        flags = ("--nodes", 4, "--max-num-seqs", seqs, *lengths, "--concurrency", concurrency)
+        status, out, _ = run("plan", "--chip", "mi300x", *flags)
+        return status, [line for line in out.splitlines() if f"got {concurrency}" in line]
+
+    status, (miss,) = plan(8, 600)
+    assert (status, miss.partition(", ")[0]) == (1, "misses: --concurrency: got 600")
+    fit = int(re.search(r"raise --max-num-seqs to (\d+), as many as fit", miss)[1])
+    # the remedy is followed, and offers itself no more
+    status, (miss,) = plan(fit, 600)
+    binds = f"at most {fit * 8}: {fit} a lane x 8 lanes, where pages bind"
+    assert miss == f"misses: --concurrency: got 600, expected {binds}; use {-(-600 // fit)} lanes, or lower it"
+    assert plan(fit, fit * 8 + 1)[0] == 1
+    assert plan(fit, fit * 8) == (0, [])
+
+
+def test_a_rate_that_needs_more_at_once_names_them_too(run: Run) -> None:
+    flags = ("--chip", "mi325x", "--nodes", 4, "--max-num-seqs", 8, "--target-tpot", "0.2s")
+    out = run("plan", *flags, "--requests-per-second", 3)[1]
+    prefill, decode = [line for line in out.splitlines() if line.startswith("misses: ")]
+    assert prefill.endswith("; add groups to prefill, or lower it")
+    assert "; raise --max-num-seqs to " in decode
+
+
+def test_a_warning_of_the_plan_says_the_same_as_its_outlook(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "k3.yaml"
+    text = FOR_WORKLOAD.read_text().replace("concurrency: 48", "concurrency: 256")
+    file.write_text(text.replace("tensorParallel: 2", "tensorParallel: 2\n    maxNumSeqs: 5"))
+    plan = json.loads(run("plan", "-f", file, "-o", "json")[1])
+    (miss,) = plan["misses"]
+    assert re.match(
+        r"raise spec\.decode\.maxNumSeqs to \d+, as many as fit, for \d+ at once; for all 256", miss["remedy"]
+    )
+    assert not [each for each in plan["warnings"] if "256" in each]
+
+
+def test_what_if_plans_a_manifests_own_workload_anew(run: Run) -> None:
+    """48 at once are stated: with more of them the plan, which chooses maxNumSeqs, runs more."""
+    out = run("plan", "-f", FOR_WORKLOAD, "--what-if", "workload.concurrency=80")[1]
+    (row,) = [line.split() for line in out.splitlines() if line.startswith("decode.maxNumSeqs")]
+    assert row[1:] == ["6", "10"]
+    assert "misses" not in out
+    out = run("plan", "-f", FOR_WORKLOAD, "--what-if", "workload.concurrency=2560")[1]
+    assert "misses spec.workload.concurrency: got 2560" in out.replace(",", "")
+    assert "where pages bind; use " in out
+    assert run("plan", "-f", FOR_WORKLOAD, "--what-if", "workload.prompt=2000")[0] == 0
+    status, _, err = run("plan", "-f", FOR_WORKLOAD, "--what-if", "workload.prompt=0")
+    assert (status, "--what-if: spec.workload.prompt.fixed: got 0" in err) == (2, True)
+
+
+def test_a_remedy_of_a_plan_from_flags_names_flags(run: Run) -> None:
+    out = run("plan", "--chip", "mi300x", "--nodes", 4, "--max-model-len", 1_000_000)[1]
+    assert "lower --max-model-len to 615,872, or use" in out
+    assert "spec.model" not in out
