@@ -21,107 +21,137 @@ class Words(NamedTuple):
     labels: tuple[str, ...] = ()
 
 
-WORDS = {
-    # the deployment
-    "gpus": Words("All GPUs that the deployment takes, and that are paid for."),
-    "nodes": Words("All nodes that the deployment takes."),
-    "groups": Words("A group is the nodes whose GPUs compute together; more groups of a role serve more requests."),
-    "ranks": Words("A rank is one GPU of a group; the experts of a layer are spread over all of them.", ("EP",)),
-    "tensorParallel": Words("GPUs that hold one model's attention together and so serve the same requests.", ("TP",)),
-    "lanes": Words("A lane serves requests of its own: so many GPUs of a group as tensorParallel says.", ("DP",)),
-    "expertsPerRank": Words("Routed experts of each layer that one GPU holds.", ("experts a rank",)),
-    "kvRows": Words("The number type of what attention keeps of each token; a smaller one holds longer contexts."),
-    "experts": Words("The number type of the routed experts, which are most of the weights."),
-    "transport": Words("How a prompt's cache gets from prefill's GPUs to those of decode."),
-    "workload": Words("The requests that all of this is planned and predicted for."),
-    # limits of a role
-    "maxNumSeqs": Words("Requests that a lane runs at once; more wait in its queue.", ("maxNumSeqs a lane",)),
-    "numStateSlots": Words(
-        "A slot holds the fixed-size state of one request; handoffs hold some before their requests run.",
-        ("state slots a lane",),
-    ),
-    "numPages": Words("Pages hold what attention keeps of tokens; a request takes as it grows.", ("KV pages a lane",)),
-    "KVTokens": Words("Tokens of all requests of a lane together that its pages hold.", ("KV tokens a lane",)),
-    "pageBytes": Words("Bytes of one page on each GPU."),
-    "slotBytes": Words("Bytes of one request's state on each GPU, whatever its length."),
-    "maxModelLen": Words("Prompt and answer of one request together are at most so long.", ("longest request",)),
-    "maxNumBatchedTokens": Words("Tokens that one step computes at most; longer prompts take several steps."),
-    "bestMaxNumSeqs": Words(
-        "How many requests a lane would run if its memory were cut anew for this workload.",
-        ("if cut for the workload",),
-    ),
-    "binds": Words("The limit that is met first: raising another one gains nothing.", ("binds in decode",)),
-    "unused": Words("Memory that is paid for and that this workload never touches.", ("unused by the workload",)),
-    # memory of a GPU
-    "routed experts": Words("Weights of the experts that this GPU holds."),
-    "weights split over a lane": Words("Weights of which each GPU of a lane holds its part."),
-    "weights whole on each rank": Words("Weights that every GPU holds in full."),
-    "contexts": Words("What the driver and the libraries take on each GPU before any weight is loaded."),
-    "symmetric heap": Words("Memory that GPUs of a group would write to each other through."),
-    "activations": Words("Scratch of a step: the numbers between layers."),
-    "captured graphs": Words("Recorded steps that start faster."),
-    "handoff staging": Words("Buffers between cache and network card; none are needed where both share the memory."),
-    "reserve": Words("Left free on purpose, for what nobody foresaw."),
-    "state slots": Words("Memory of all state slots of the lane, on each of its GPUs."),
-    "KV pages": Words("Memory of all pages of the lane, on each of its GPUs."),
-    "free": Words("Less than a page: nothing more fits."),
-    "total": Words("All lines of a GPU's memory; they add up to what it has, to the byte.", ("memory of a GPU",)),
-    "weights": Words("All weights on one GPU: the part of the bar that is drawn as #."),
-    "reserved": Words("What is kept beside weights, slots and pages: the part of the bar that is drawn as =."),
-    "outside the pool": Words("Memory that a stated size of the pool leaves out."),
-    "pool's remainder": Words("Less than one page: too little for another."),
-    "idle KV pages": Words("Pages that stay empty, since maxNumSeqs requests of this workload need fewer."),
-    "bytes": Words("Whole bytes on one GPU; KiB, MiB and GiB beside them are powers of 1,024."),
-    # predictions
-    "tpot": Words(
-        "Time from one token of an answer to its next, for each of the requests that run at once.",
-        ("TPOT", "TPOT ms", "decode step", "no predictions"),
-    ),
-    "tpotAlone": Words("The same while a single request runs."),
-    "prefill": Words("Time to compute one prompt while nothing else runs.", ("prefill, output", "no predictions")),
-    "prefillBusy": Words("Time to compute one prompt beside those that this load computes at the same time."),
-    "handoff": Words("Time to write a prompt's cache from prefill's GPUs into those of decode."),
-    "throughput": Words(
-        "Tokens of answers a second, of all requests together.",
-        ("output", "output tokens/s", "prefill, output", "no predictions"),
-    ),
-    "concurrency": Words(
-        "Requests that clients keep going: in prefill, in decode, or waiting. Where concurrency binds, more of them "
-        "would give more output.",
-        ("at once",),
-    ),
-    "knee": Words(
-        "From so many requests at once on, more of them gain little output and cost each its speed. It may lie "
-        "above what decode runs, since some are in prefill."
-    ),
-    "calibration.decode": Words(
-        "How much longer measured decode steps took than bytes and launches alone say, and on what that was measured.",
-        ("decode calibrated on", "calibrated on"),
-    ),
-    "calibration.prefill": Words(
-        "How much longer measured prompts took than bytes and FLOPs alone say, and on what that was measured.",
-        ("prefill calibrated on", "calibrated on"),
-    ),
-    # pool designs
-    "designs.length": Words("Prompt and answer of each request in a row of the table.", ("tokens a request",)),
-    "designs.pagesAndSlots": Words(
-        "Requests at once as this worker keeps them: small pages for tokens, a slot apart for the state.",
-        ("pages and slots", "FP8 pages, slots"),
-    ),
-    "designs.unifiedBlocks": Words(
-        "Requests at once as vLLM keeps them: blocks of one size for tokens and state alike.",
-        ("unified blocks", "FP8 blocks"),
-    ),
-    "designs.longest": Words(
-        "The longest request that the pool holds while no other runs.", ("longest alone, tokens",)
-    ),
-    # cost
-    "cost.prompt": Words("Prefill's GPUs, paid by the prompt tokens that they take in.", ("a million prompt tokens",)),
-    "cost.output": Words("Decode's GPUs, paid by the tokens that they answer.", ("a million output tokens",)),
-    "cost.allIn": Words("All GPUs, paid by the tokens of answers.", ("all GPUs, a million output tokens",)),
-    "cost.request": Words("All GPUs, paid by whole requests of the workload's mean lengths.", ("a request",)),
-    "cost.binds": Words("What keeps this load from more output, and so from a lower price.", ("binds",)),
+GROUPS: dict[str, dict[str, Words]] = {
+    "the deployment": {
+        "gpus": Words("All GPUs that the deployment takes, and that are paid for."),
+        "nodes": Words("All nodes that the deployment takes."),
+        "groups": Words("A group is the nodes whose GPUs compute together; more groups of a role serve more requests."),
+        "ranks": Words("A rank is one GPU of a group; the experts of a layer are spread over all of them.", ("EP",)),
+        "tensorParallel": Words(
+            "GPUs that hold one model's attention together and so serve the same requests.", ("TP",)
+        ),
+        "lanes": Words("A lane serves requests of its own: so many GPUs of a group as tensorParallel says.", ("DP",)),
+        "expertsPerRank": Words("Routed experts of each layer that one GPU holds.", ("experts a rank",)),
+        "kvRows": Words("The number type of what attention keeps of each token; a smaller one holds longer contexts."),
+        "experts": Words("The number type of the routed experts, which are most of the weights."),
+        "transport": Words("How a prompt's cache gets from prefill's GPUs to those of decode."),
+        "workload": Words("The requests that all of this is planned and predicted for."),
+    },
+    "limits of a role": {
+        "maxNumSeqs": Words("Requests that a lane runs at once; more wait in its queue.", ("maxNumSeqs a lane",)),
+        "numStateSlots": Words(
+            "A slot holds the fixed-size state of one request; handoffs hold some before their requests run.",
+            ("state slots a lane",),
+        ),
+        "numPages": Words(
+            "Pages hold what attention keeps of tokens; a request takes as it grows.", ("KV pages a lane",)
+        ),
+        "KVTokens": Words("Tokens of all requests of a lane together that its pages hold.", ("KV tokens a lane",)),
+        "pageBytes": Words("Bytes of one page on each GPU."),
+        "slotBytes": Words("Bytes of one request's state on each GPU, whatever its length."),
+        "maxModelLen": Words(
+            "Prompt and answer of one request together are at most so long.",
+            ("longest request", "longest request, tokens"),
+        ),
+        "maxNumBatchedTokens": Words("Tokens that one step computes at most; longer prompts take several steps."),
+        "bestMaxNumSeqs": Words(
+            "How many requests a lane would run if its memory were cut anew for this workload.",
+            ("if cut for the workload",),
+        ),
+        "binds": Words("The limit that is met first: raising another one gains nothing.", ("binds in decode",)),
+        "unused": Words(
+            "Memory that is paid for and that this workload never touches.",
+            ("unused by the workload", "unused by the workload, a GPU"),
+        ),
+    },
+    "memory of a GPU": {
+        "routed experts": Words("Weights of the experts that this GPU holds."),
+        "weights split over a lane": Words("Weights of which each GPU of a lane holds its part."),
+        "weights whole on each rank": Words("Weights that every GPU holds in full."),
+        "contexts": Words("What the driver and the libraries take on each GPU before any weight is loaded."),
+        "symmetric heap": Words("Memory that GPUs of a group would write to each other through."),
+        "activations": Words("Scratch of a step: the numbers between layers."),
+        "captured graphs": Words("Recorded steps that start faster."),
+        "handoff staging": Words(
+            "Buffers between cache and network card; none are needed where both share the memory."
+        ),
+        "reserve": Words("Left free on purpose, for what nobody foresaw."),
+        "state slots": Words("Memory of all state slots of the lane, on each of its GPUs."),
+        "KV pages": Words("Memory of all pages of the lane, on each of its GPUs."),
+        "free": Words("Less than a page: nothing more fits."),
+        "total": Words("All lines of a GPU's memory; they add up to what it has, to the byte.", ("memory of a GPU",)),
+        "weights": Words("All weights on one GPU: the part of the bar that is drawn as #."),
+        "reserved": Words("What is kept beside weights, slots and pages: the part of the bar that is drawn as =."),
+        "outside the pool": Words("Memory that a stated size of the pool leaves out."),
+        "pool's remainder": Words("Less than one page: too little for another."),
+        "idle KV pages": Words("Pages that stay empty, since maxNumSeqs requests of this workload need fewer."),
+        "bytes": Words("Whole bytes on one GPU; KiB, MiB and GiB beside them are powers of 1,024."),
+    },
+    "predictions": {
+        "tpot": Words(
+            "Time from one token of an answer to its next, for each of the requests that run at once.",
+            ("TPOT", "TPOT ms", "decode step", "no predictions"),
+        ),
+        "tpotAlone": Words("The same while a single request runs."),
+        "prefill": Words(
+            "Time to compute one prompt while nothing else runs.", ("TTFT", "prefill, output", "no predictions")
+        ),
+        "prefillBusy": Words(
+            "Time to compute one prompt beside those that this load computes at the same time; a target TTFT is judged "
+            "by it, with no wait for a lane and no handoff.",
+            ("TTFT",),
+        ),
+        "handoff": Words("Time to write a prompt's cache from prefill's GPUs into those of decode."),
+        "throughput": Words(
+            "Tokens of answers a second, of all requests together.",
+            ("output", "output tokens/s", "prefill, output", "no predictions"),
+        ),
+        "concurrency": Words(
+            "Requests that clients keep going: in prefill, in decode, or waiting. Where concurrency binds, more of "
+            "them would give more output.",
+            ("at once", "this load", "fills decode"),
+        ),
+        "knee": Words(
+            "From so many requests at once on, more of them gain little output and cost each its speed. It may lie "
+            "above what decode runs, since some are in prefill."
+        ),
+        "calibration.decode": Words(
+            "How much longer measured decode steps took than bytes and launches alone say, and on what that was "
+            "measured.",
+            ("decode calibrated on", "calibrated on"),
+        ),
+        "calibration.prefill": Words(
+            "How much longer measured prompts took than bytes and FLOPs alone say, and on what that was measured.",
+            ("prefill calibrated on", "calibrated on"),
+        ),
+    },
+    "pool designs": {
+        "designs.length": Words("Prompt and answer of each request in a row of the table.", ("tokens a request",)),
+        "designs.pagesAndSlots": Words(
+            "Requests at once as this worker keeps them: small pages for tokens, a slot apart for the state.",
+            ("pages and slots", "FP8 pages, slots"),
+        ),
+        "designs.unifiedBlocks": Words(
+            "Requests at once as vLLM keeps them: blocks of one size for tokens and state alike.",
+            ("unified blocks", "FP8 blocks"),
+        ),
+        "designs.longest": Words(
+            "The longest request that the pool holds while no other runs.", ("longest alone, tokens",)
+        ),
+    },
+    "cost": {
+        "cost.prompt": Words(
+            "Prefill's GPUs, paid by the prompt tokens that they take in.", ("a million prompt tokens",)
+        ),
+        "cost.output": Words("Decode's GPUs, paid by the tokens that they answer.", ("a million output tokens",)),
+        "cost.allIn": Words("All GPUs, paid by the tokens of answers.", ("all GPUs, a million output tokens",)),
+        "cost.request": Words("All GPUs, paid by whole requests of the workload's mean lengths.", ("a request",)),
+        "cost.binds": Words("What keeps this load from more output, and so from a lower price.", ("binds",)),
+    },
 }
+"""Figures of a plan by what they are of."""
+
+WORDS = {name: words for group in GROUPS.values() for name, words in group.items()}
 """By the figure's name, without its role."""
 
 

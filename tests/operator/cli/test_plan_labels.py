@@ -121,5 +121,39 @@ def test_scripts_get_the_words_too(run: Run) -> None:
 def test_what_is_not_like_anything_lists_all() -> None:
     asked = asked_for([], DeploymentFlags(chip="mi300x"), WorkloadFlags())
     known = explained_figures(outlook_of(make_plan(asked), asked), None)
-    with pytest.raises(InvalidSpec, match=r"KV pages a lane.*throughput"):
-        find_figures(known, "xyzzy")
+    with pytest.raises(InvalidSpec, match=r"the deployment: gpus, .*; predictions: .*throughput") as refused:
+        find_figures(known, "nonsense")
+    listed = str(refused.value).partition("name one of: ")[2]
+    assert "cost" not in listed, "nothing costs anything without a price"
+    names = [name for group in listed.split("; ") for name in group.partition(": ")[2].split(", ")]
+    assert len(names) == len(set(names)) > 40
+    assert {figure.key for name in names for figure in find_figures(known, name)} == {figure.key for figure in known}
+
+
+@pytest.mark.parametrize("wanted", ["cost", "Price", "cost.output", "a request", "a million output tokens"])
+def test_costs_need_a_price_and_are_explained_together_with_one(run: Run, wanted: str) -> None:
+    status, out, err = run("plan", "--chip", "mi325x", "--explain", wanted)
+    assert (status, out) == (2, "")
+    assert "add --cost PRICE, the price of a GPU-hour" in err
+    if wanted != "Price":
+        assert run("plan", "--chip", "mi325x", "--cost", 2, "--explain", wanted)[0] == 0
+    _, out, _ = run("plan", "--chip", "mi325x", "--cost", 2, "--explain", "cost", "-o", "json")
+    keys = {figure["key"] for figure in json.loads(out)["figures"]}
+    assert keys == {"cost.prompt", "cost.output", "cost.allIn", "cost.request", "cost.binds"}
+
+
+@pytest.mark.parametrize(("chip", "keys"), [("mi325x", ["prefill", "prefillBusy"]), ("mi308x", ["prefill"])])
+def test_the_time_to_the_first_token_is_taken_in_any_case(run: Run, chip: str, keys: list[str]) -> None:
+    for wanted in ("TTFT", "ttft", "tTfT"):
+        status, out, _ = run("plan", "--chip", chip, "--explain", wanted, "-o", "json")
+        assert status == 0
+        assert [figure["key"] for figure in json.loads(out)["figures"]] == keys
+
+
+def test_labels_of_the_markdown_are_explained_too(run: Run) -> None:
+    _, text, _ = run("plan", "--chip", "mi325x", "-o", "markdown")
+    cells = [row.split(" | ")[0].removeprefix("| ").replace("\\", "") for row in text.splitlines() if row[:2] == "| "]
+    labels = [cell for cell in cells if cell and cell not in ("line", "of")]
+    assert len(labels) > 20
+    for label in [each for each in labels if not each.startswith("|")]:
+        assert run("plan", "--chip", "mi325x", "--explain", label)[0] == 0, label
