@@ -153,23 +153,16 @@ def _workload(planned: Planned, document: WorkloadDocument) -> Workload:
 
 def _without_repeats(outlook: Outlook) -> Outlook:
     """The plan warns of what the workload in its spec misses; the outlook says it as the user wrote it."""
-    said = {str(in_spec(problem)) for problem in (*outlook.misses, *_doubts(outlook))}
+    said = {str(in_spec(problem)) for problem in (*outlook.misses, *outlook.doubts)}
     warnings = tuple(warning for warning in outlook.plan.warnings if warning not in said)
     return replace(outlook, plan=replace(outlook.plan, warnings=warnings))
 
 
-def _doubts(outlook: Outlook) -> tuple[Problem, ...]:
-    """Targets that are met within the band alone, where nothing else misses them."""
-    missed = {problem.field for problem in outlook.misses}
-    solutions = (outlook.role(role).at_plan for role in Role)
-    doubts = (doubt for each in solutions if isinstance(each, Solution) for doubt in each.doubts)
-    return tuple(doubt for doubt in doubts if doubt.field not in missed)
-
-
 def _judged(outlook: Outlook, asked: Asked) -> Outlook:
-    """The outlook, which warns of targets that are met within the band alone."""
-    doubts = tuple(map(str, asked.problems(_doubts(outlook))))
-    return replace(outlook, plan=replace(outlook.plan, warnings=(*outlook.plan.warnings, *doubts)))
+    """The outlook, which warns of targets that are met within the band alone; all by the names that the user wrote."""
+    doubts = asked.problems(outlook.doubts)
+    plan = replace(outlook.plan, warnings=(*outlook.plan.warnings, *map(str, doubts)))
+    return replace(outlook, plan=plan, misses=asked.problems(outlook.misses), doubts=doubts)
 
 
 def _with_remedies(outlook: Outlook) -> Outlook:

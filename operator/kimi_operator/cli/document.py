@@ -25,7 +25,8 @@ from kimi_operator.planner.workload import Workload
 def plan_document(outlook: Outlook, cost: Cost | None) -> dict[str, Any]:
     """Everything about a plan that fits. Sizes in bytes, times and rates with their band, unit and calibration.
 
-    `meets_workload` is null where neither a load nor a target was stated, or none could be checked.
+    `meets_workload` is null where neither a load nor a target was stated, or none could be checked;
+    `not_sure` are targets that are met within the prediction's band alone.
     """
     document = {
         "feasible": True,
@@ -35,6 +36,7 @@ def plan_document(outlook: Outlook, cost: Cost | None) -> dict[str, Any]:
         "deployment": dump(outlook.planned.deployment),
         "workload": _workload(outlook),
         "misses": _problems(outlook.misses),
+        "not_sure": _problems(outlook.doubts),
         "outlook": {"prefill": _role(outlook.prefill), "decode": _role(outlook.decode)},
         "speed": _speed(outlook),
         "contexts": [dataclasses.asdict(point) for point in contexts(outlook)],

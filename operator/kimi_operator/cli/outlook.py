@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -141,6 +141,8 @@ class Outlook:
     no_speed: str
     """Why there are no predictions, or none but those of `decode_speed`; empty when there are all."""
     misses: tuple[Problem, ...]
+    doubts: tuple[Problem, ...]
+    """Targets that are met within the prediction's band alone, where nothing else misses them."""
     decode_speed: DecodeSpeed | None = None
     """Where prefill, and so throughput, cannot be predicted, but a decode step can."""
 
@@ -190,6 +192,7 @@ def look_ahead(planned: Planned, stated: Workload | None, *, is_assumed: bool | 
     waits = () if forecast is None or speed is None else _waits(served, speed, forecast, roles[Role.PREFILL])
     decode_speed = _decode_speed(planned, plan, roles, served) if forecast is None and not too_long else None
     unsure = rates_warning(planned.profile) if speed or decode_speed else None
+    misses = too_long or tuple(dict.fromkeys([*(miss for role in roles.values() for miss in _misses(role)), *waits]))
     return Outlook(
         planned=planned,
         plan=replace(plan, warnings=(*plan.warnings, unsure)) if unsure else plan,
@@ -199,7 +202,8 @@ def look_ahead(planned: Planned, stated: Workload | None, *, is_assumed: bool | 
         decode=roles[Role.DECODE],
         speed=speed,
         no_speed=no_speed,
-        misses=too_long or tuple(dict.fromkeys([*(miss for role in roles.values() for miss in _misses(role)), *waits])),
+        misses=misses,
+        doubts=tuple(_doubts(roles.values(), {miss.field for miss in misses})),
         decode_speed=decode_speed,
     )
 
@@ -207,6 +211,13 @@ def look_ahead(planned: Planned, stated: Workload | None, *, is_assumed: bool | 
 def _misses(role: RoleOutlook) -> tuple[Problem, ...]:
     """Why the plan's settings do not meet the workload."""
     return (role.at_plan,) if isinstance(role.at_plan, Problem) else role.at_plan.misses
+
+
+def _doubts(roles: Iterable[RoleOutlook], missed: Container[str]) -> Iterator[Problem]:
+    """Targets that the plan's settings meet within the band alone."""
+    for role in roles:
+        if isinstance(role.at_plan, Solution):
+            yield from (doubt for doubt in role.at_plan.doubts if doubt.field not in missed)
 
 
 def _waits(workload: Workload, speed: Speed, forecast: Forecast, prefill: RoleOutlook) -> Iterator[Problem]:

@@ -36,13 +36,16 @@ class _Side:
     figures: list[Figure]
     problems: tuple[Problem, ...]
     """Why it does not fit, or what it misses."""
+    doubts: tuple[Problem, ...] = ()
+    """Targets that it meets within the prediction's band alone."""
 
     @property
     def text(self) -> str:
         """Whether it fits, in a cell."""
+        unsure = "".join(f", not sure: {doubt}" for doubt in self.doubts)
         if not self.problems:
-            return "yes"
-        return ("yes, but misses " if self.figures else "no: ") + "; ".join(map(str, self.problems))
+            return f"yes{unsure}"
+        return ("yes, but misses " if self.figures else "no: ") + "; ".join(map(str, self.problems)) + unsure
 
 
 def _side(planned: Planned, asked: Asked, price: float | None) -> _Side:
@@ -50,7 +53,7 @@ def _side(planned: Planned, asked: Asked, price: float | None) -> _Side:
         return _Side([], asked.problems(planned.plan.problems))
     outlook = outlook_of(planned, asked)
     cost = None if price is None else cost_of(outlook, price)
-    return _Side(all_figures(outlook, cost), asked.problems(outlook.misses))
+    return _Side(all_figures(outlook, cost), outlook.misses, outlook.doubts)
 
 
 def what_if(asked: Asked, edits: list[str], price: float | None, output: str) -> Answer:
@@ -97,7 +100,7 @@ def _changes(sides: tuple[_Side, _Side], heads: tuple[str, str], output: str, *,
     # prices are there because somebody asked for them
     differing = [row for row in rows if row.is_changed or row.key.startswith("cost.")]
     status = DOES_NOT_FIT if after.problems or (is_whole and before.problems) else FITS
-    head = [verdict] if is_whole or verdict.is_changed else []
+    head = [verdict] if is_whole or verdict.is_changed or after.problems or after.doubts else []
     if output in ("json", "yaml"):
         shown = [*head, *(rows if is_whole else differing)]
         listed = [{"key": row.key, "before": row.before, "after": row.after} for row in shown]

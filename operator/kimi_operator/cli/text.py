@@ -116,7 +116,8 @@ def prefill_text(speed: Speed) -> str:
 def verdict(outlook: Outlook) -> str:
     """Whether it fits, and what of the workload it misses."""
     if not outlook.misses:
-        return "fits" + _what_was_checked(outlook)
+        unsure = ", ".join(doubt.field for doubt in outlook.doubts)
+        return "fits" + _what_was_checked(outlook) + (f"; {unsure} within the band alone" if unsure else "")
     fields = ", ".join(dict.fromkeys(problem.field for problem in outlook.misses))
     return f"fits, but misses the workload: {fields} (see below)"
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
@@ -45,7 +44,6 @@ def answer(files: list[Path], flags: Flags, output: str) -> Answer:
     if isinstance(planned.plan, Infeasible):
         return _refusal(asked.problems(planned.plan.problems), output), DOES_NOT_FIT
     outlook = outlook_of(planned, asked)
-    outlook = replace(outlook, misses=asked.problems(outlook.misses))
     cost = None if show.cost is None else cost_of(outlook, show.cost)
     if show.explain is not None:
         return _explained(outlook, cost, show.explain, output), FITS

@@ -6,6 +6,7 @@ The targets follow from the predictions, so that other calibrations give other t
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -48,6 +49,12 @@ def ms(seconds: float) -> str:
     return f"{seconds * 1e3:.0f}ms"
 
 
+def workload_step_s() -> float:
+    """Of as many as the example's workload runs on each of 8 lanes."""
+    work = read_workload(yaml.safe_load(FOR_WORKLOAD.read_text())["spec"]["workload"])
+    return timing_of(work).decode_step_s((work.running or 0) // 8, work.mean_context)
+
+
 MISSED_BY_TP2 = ms((step_s(2) + step_s(4)) / 2)
 BARELY_MET = ms((step_s() + band_s()[1]) / 2)
 
@@ -71,14 +78,48 @@ def test_a_target_that_is_met_within_the_band_alone_is_said_once(run: Run, start
     assert status == 0
     (warning,) = [line for line in out.splitlines() if "band of" in line]
     assert warning.startswith(f"warning: --target-tpot: got {BARELY_MET}, expected more to be sure: 0.")
-    assert json.loads(run("plan", *flags, "-o", "json")[1])["meets_workload"] is True
+    assert out.splitlines()[1] == "fits, and meets the workload; --target-tpot within the band alone"
+    document = json.loads(run("plan", *flags, "-o", "json")[1])
+    assert document["meets_workload"] is True
+    assert [doubt["field"] for doubt in document["not_sure"]] == ["--target-tpot"]
+
+
+def fits_of(out: str) -> list[str]:
+    """The cells of before and after."""
+    (row,) = [line for line in out.splitlines() if line.startswith("fits  ")]
+    return re.split(r"\s{2,}", row)[1:]
+
+
+def test_what_if_says_which_side_meets_a_target_within_the_band_alone(run: Run) -> None:
+    start = ("plan", "--chip", "mi300x", "--nodes", 4, *LENGTHS, "--target-tpot", ms(3 * band_s()[1]))
+    barely = f"workload.targets.tpotSeconds={(step_s() + band_s()[1]) / 2:.4f}"
+    status, out, _ = run(*start, "--what-if", barely)
+    before, after = fits_of(out)
+    assert (status, before) == (0, "yes")
+    assert after.startswith("yes, not sure: workload.targets.tpotSeconds: got 0.")
+    assert "within the band of" in after
+    assert "not sure" not in run(*start, "--what-if", "workload.reuse=0.5")[1]
+
+
+def test_what_if_says_it_though_nothing_of_it_changes(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "k3.yaml"
+    for target, said in ((1.05 * workload_step_s(), "yes, not sure: "), (0.01, "yes, but misses ")):
+        file.write_text(FOR_WORKLOAD.read_text().replace("tpotSeconds: 0.2", f"tpotSeconds: {target:.4f}"))
+        _, out, _ = run("plan", "-f", file, "--what-if", "prefill.maxNumSeqs=2")
+        before, after = fits_of(out)
+        assert before == after
+        assert after.startswith(said)
+
+
+def test_a_comparison_says_it_of_each_manifest(run: Run) -> None:
+    flags = ("plan", "--compare", MI300X, FOR_WORKLOAD, *LENGTHS, "--target-tpot", BARELY_MET)
+    status, out, _ = run(*flags)
+    assert status == 0
+    assert all(cell.startswith("yes, not sure: --target-tpot: got ") for cell in fits_of(out))
 
 
 def test_a_target_of_a_manifest_is_named_by_its_field(run: Run, tmp_path: Path) -> None:
-    document = yaml.safe_load(FOR_WORKLOAD.read_text())
-    work = read_workload(document["spec"]["workload"])
-    step = timing_of(work).decode_step_s(work.concurrency // 8, work.mean_context)
-    target = round(1.05 * step, 4)
+    target = round(1.05 * workload_step_s(), 4)
     file = tmp_path / "k3.yaml"
     file.write_text(FOR_WORKLOAD.read_text().replace("tpotSeconds: 0.2", f"tpotSeconds: {target}"))
     status, out, _ = run("plan", "-f", file)
