@@ -29,8 +29,26 @@ FLAGS = (
     "--concurrency",
     "512",
 )
+LIBRARIES = """
+from cyclopts import App
+from pydantic import BaseModel
+
+class Model(BaseModel):
+    value: int = 3
+
+app = App()
+
+@app.command
+def plan(value: int = 3) -> None:
+    Model(value=value)
+
+app(["plan"])
+"""
+"""What no `kimictl` with these libraries can go below: one model and one command."""
+
 COMMANDS = {
     "interpreter": (sys.executable, "-c", "pass"),
+    "libraries": (sys.executable, "-c", LIBRARIES),
     "plan_manifest": (KIMICTL, "plan", "-f", str(ROOT / "examples" / "mi300x-2p2d.yaml")),
     "plan_flags": (KIMICTL, "plan", *FLAGS),
     "help": (KIMICTL, "--help"),
