@@ -13,7 +13,6 @@ OUTPUTS: dict[str, tuple[Output, ...]] = {
     "--check": ("text", "json", "yaml", "markdown"),
     "--compare": ("text", "json", "yaml", "markdown"),
     "--what-if": ("text", "json", "yaml", "markdown"),
-    "--search": ("text", "json", "yaml"),
     "--explain": ("text", "json", "yaml", "markdown"),
 }
 """Forms of the views that have not all of them."""
@@ -57,8 +56,8 @@ def _check_view(show: View, output: Output) -> None:
     if len(show.chosen) > 1:
         raise refuse(show.chosen[0], f"{' and '.join(show.chosen)} at once", "one of them", "leave the others out")
     for name in show.chosen:
-        if output not in OUTPUTS[name]:
-            expected = f"one of {', '.join(OUTPUTS[name])} with {name}"
+        if output not in (forms := OUTPUTS.get(name, (output,))):
+            expected = f"one of {', '.join(forms)} with {name}"
             raise refuse("--output", output, expected, "choose one of them")
     if show.cost is not None and show.check:
         raise refuse("--cost", "--cost and --check at once", "either of them", "leave one out")

@@ -32,9 +32,10 @@ def answer(files: list[Path], flags: Flags, output: str) -> Answer:
         return compare(show.compare, files, workload, show.cost, output)
     if show.search is not None:
         from kimi_operator.cli.search import answer_search  # noqa: PLC0415
+        from kimi_operator.cli.search_views import search_view  # noqa: PLC0415
 
         found = answer_search(files, deployment, workload, show.search, show.cost)
-        return found.shown(output), FITS if found.fits else DOES_NOT_FIT
+        return search_view(found, output), FITS if found.fits else DOES_NOT_FIT
     asked = asked_for(files, deployment, workload)
     if show.what_if:
         from kimi_operator.cli.sides import what_if  # noqa: PLC0415

@@ -1,4 +1,4 @@
-"""Bytes for people, and whole units."""
+"""Bytes and numbers of things for people, and whole units."""
 
 from __future__ import annotations
 
@@ -11,6 +11,11 @@ def bytes_text(amount: int) -> str:
         if abs(amount) >= factor:
             return f"{amount / factor:,.1f} {unit}"
     return f"{amount:,} B"
+
+
+def counted(number: int, noun: str) -> str:
+    """A number of things: `1 token`, `2 tokens`."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
 def ceil_div(amount: int, unit: int) -> int:
