@@ -108,14 +108,15 @@ def warnings(outcome: Outcome) -> Iterator[str]:
         )
     if value.refused_turns:
         yield (
-            f"{value.refused_turns:,} of {value.turns:,} turns would be refused (429): {limits.max_queued:,} requests "
-            "wait in their lane already (limits.maxQueued); add nodes, or begin fewer sessions at once"
+            f"{value.refused_turns:,} of {value.turns:,} turns would be refused (429), and are counted as served: "
+            f"{limits.max_queued:,} requests wait in their lane already (limits.maxQueued); add nodes, or begin fewer "
+            "sessions at once"
         )
     if value.expired_turns:
         yield (
-            f"{value.expired_turns:,} of {value.turns:,} turns would fail: prefill ends later than "
-            f"{limits.reservation_s:,g} s after decode made room (timeouts.reservationSeconds); add nodes of prefill, "
-            "or raise it"
+            f"{value.expired_turns:,} of {value.turns:,} turns would fail, and are counted as served: prefill ends "
+            f"later than {limits.reservation_s:,g} s after decode made room (timeouts.reservationSeconds); add nodes "
+            "of prefill, or raise it"
         )
     if reuse > cache.reuse and cache.returning_turns:
         yield (
@@ -126,17 +127,29 @@ def warnings(outcome: Outcome) -> Iterator[str]:
 
 def notes(outcome: Outcome) -> Iterator[str]:
     """What the figures stand on, and what is not in them."""
-    yield "reuse is as stated, the same for each turn; the bundled worker keeps no prefix cache, so it has 0 %"
     yield (
-        "a turn waits for pages of its prompt and whole answer; a worker takes them as the answer grows, "
-        "and preempts: not in here"
+        "reuse is as stated, the same for each turn; the bundled worker keeps no prefix cache, so it has 0 %; answers "
+        "stay in the context"
     )
-    yield "binds: what turns wait for most; a wait for memory counts as what those that have memory wait for"
-    yield "turns go to the decode lane with most room; lanes of a group step together; prompts take free lanes in order"
+    yield (
+        "a turn waits for pages of its prompt and whole answer; a worker takes them as the answer grows, and preempts: "
+        "not in here"
+    )
+    yield (
+        "binds: what turns wait for most; a wait for memory counts as what those that have memory wait for, one for a "
+        "step's end as none"
+    )
+    yield (
+        "a turn goes to the decode lane with most room and the prefill lane with fewest tokens; lanes of a group step "
+        "together"
+    )
     if outcome.handoff is not None:
         yield f"the handoff is not in TTFT: {with_band(outcome.handoff)} for the longest prompt"
     state = bytes_text(outcome.plan.prefill.slot_bytes)
-    yield f"each prompt of the prefix cache counts with its KDA state, {state} a rank; none is shared between sessions"
+    yield (
+        f"prefix cache: one pool of all lanes, so an upper bound; each prompt with its KDA state, {state} a rank; none "
+        "shared between sessions"
+    )
     yield f"decode calibrated on {outcome.decode_on}"
     yield f"prefill calibrated on {outcome.prefill_on}"
 

@@ -9,7 +9,7 @@ from kimi_operator.cli.document import dumped, refusal_document
 from kimi_operator.cli.files import STANDARD_INPUT
 from kimi_operator.cli.flags import DeploymentFlags, WorkloadFlags, refuse
 from kimi_operator.cli.progress import Progress
-from kimi_operator.cli.replayed import Outcome, num_begun, replay_on
+from kimi_operator.cli.replayed import Outcome, num_turns, replay_on
 from kimi_operator.cli.session_flags import SessionFlags, TableFlags
 from kimi_operator.cli.sessions import asked_sessions
 from kimi_operator.cli.text import refusal_text
@@ -43,7 +43,7 @@ def answer(files: list[Path], flags: Flags, output: str) -> tuple[str, int]:
     planned = make_plan(asked)
     if isinstance(planned.plan, Infeasible):
         return _refused(asked.problems(planned.plan.problems), output), 1
-    progress = Progress("prompts replayed, at predicted, short and long times", num_begun(sessions))
+    progress = Progress("turns replayed, at predicted, short and long times", num_turns(sessions))
     outcome = replay_on(planned, sessions, rows, progress)
     found = outcome.value.summary
     return _shown(outcome, output), 1 if found.cut_sessions or found.refused_turns or found.expired_turns else 0

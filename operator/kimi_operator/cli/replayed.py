@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import itemgetter
 
 from kimi_operator.api.deployment import Role
@@ -19,7 +19,7 @@ from kimi_operator.planner.replay import replay
 from kimi_operator.planner.retention import Retention, retention
 from kimi_operator.planner.roofline import DecodeLoad, PrefillLoad
 from kimi_operator.planner.served import Replayed, Served
-from kimi_operator.planner.service import Lane, Service, paced, predicted_service
+from kimi_operator.planner.service import Chunk, Lane, Service, paced, predicted_service
 from kimi_operator.planner.turns import TurnRow, by_turn
 from kimi_operator.planner.units import ceil_div
 from kimi_operator.planner.workload import Workload, fixed
@@ -108,9 +108,9 @@ class Outcome:
 
 
 def replay_on(
-    planned: Planned, asked: AskedSessions, max_rows: int, begun: Callable[[], None] = lambda: None
+    planned: Planned, asked: AskedSessions, max_rows: int, ended: Callable[[], None] = lambda: None
 ) -> Outcome:
-    """Replay; `begun` is called as each of `num_begun` prompts begins.
+    """Replay; `ended` is called as each of `num_turns` turns ends.
 
     Raises InvalidSpec when the chip's figures do not suffice for predictions, or no session can begin.
     """
@@ -120,14 +120,14 @@ def replay_on(
     sides = sides_of(planned)
     decode, prefill = sides[Role.DECODE], sides[Role.PREFILL]
     chunk_tokens = planned.profile.spec.limits.prefill_batched_tokens
-    service = predicted_service(decode, prefill, _lane(planned, plan), chunk_tokens, asked.reuse)
-    service = replace(service, prefill_s=_counted(service.prefill_s, begun))
-    value = _run(asked, service, max_rows)
+    chunk = Chunk(chunk_tokens, plan.prefill.max_num_seqs)
+    service = predicted_service(decode, prefill, _lane(planned, plan), chunk, asked.reuse)
+    value = _run(asked, service, max_rows, ended)
     of_prefill, of_decode = paces(value.replayed.turns, service, sides, chunk_tokens)
-    fast = _run(asked, paced(service, of_prefill.low, of_decode.low), max_rows)
-    slow = _run(asked, paced(service, of_prefill.high, of_decode.high), max_rows)
+    fast = _run(asked, paced(service, of_prefill.low, of_decode.low), max_rows, ended)
+    slow = _run(asked, paced(service, of_prefill.high, of_decode.high), max_rows, ended)
     row_s = _row_s(value.summary.duration_s, max_rows)
-    pool = plan.prefill.num_pages * service.prefill_lanes
+    pool = plan.prefill.num_pages * service.all_prefill_lanes
     state_pages = ceil_div(plan.prefill.slot_bytes, plan.prefill.page_bytes)
     return Outcome(
         planned=planned,
@@ -147,21 +147,9 @@ def replay_on(
     )
 
 
-def num_begun(asked: AskedSessions) -> int:
-    """Prompts of all three runs, if no session ends early."""
+def num_turns(asked: AskedSessions) -> int:
+    """Turns of all three runs, if no session ends early."""
     return 3 * sum(len(session.turns) for session in asked.sessions)
-
-
-def _counted(
-    prefill_s: Callable[[int, int, int], float], begun: Callable[[], None]
-) -> Callable[[int, int, int], float]:
-    """A service asks for the time of a prompt once, as it begins."""
-
-    def counted(new: int, cached: int, busy: int) -> float:
-        begun()
-        return prefill_s(new, cached, busy)
-
-    return counted
 
 
 def _lane(planned: Planned, plan: Plan) -> Lane:
@@ -202,8 +190,8 @@ def sides_of(planned: Planned) -> dict[Role, Side]:
     return {role: side(role) for role in Role}
 
 
-def _run(asked: AskedSessions, service: Service, max_rows: int) -> Run:
-    replayed = replay(asked.sessions, service)
+def _run(asked: AskedSessions, service: Service, max_rows: int, ended: Callable[[], None]) -> Run:
+    replayed = replay(asked.sessions, service, ended)
     return Run(replayed, summarise(replayed, service), by_turn(replayed.turns, asked.num_turns, max_rows))
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kimi_operator.cli.trace import Trace
 
 MOST_TURNS = 10_000
-"""Turns of all sessions together: a replay of so many takes some seconds."""
+"""Turns of all sessions together: a replay of so many takes from some seconds to half a minute."""
 MOST_SECONDS = 86_400.0
 MOST_SEED = 2**32 - 1
 CONCURRENCY = f"{FIELD}.concurrency"

@@ -26,7 +26,7 @@ class Row:
     """Requests that hold memory, on average."""
     pages_peak: int
     waiting_peak: int
-    """Requests that waited for anything at once."""
+    """Requests that waited for memory or behind another one at once; not those that wait for the end of a step."""
     binds: str
     """What requests spent most of their waiting on in this time, as in Cause; empty when none waited."""
 
@@ -58,7 +58,7 @@ class Summary:
     memory_wait_s: float
     """Longest wait for pages and a slot."""
     lane_wait_s: float
-    """Longest wait for a prefill lane."""
+    """Longest wait of a turn with memory for its first chunk, the step under way included."""
     running_wait_s: float
     """Longest wait of a computed prompt for its place in the batch, the step under way included."""
     waited_s: dict[str, float]
@@ -82,7 +82,7 @@ def summarise(replayed: Replayed, service: Service) -> Summary:
         recomputed_tokens=sum(turn.computed_tokens - turn.prompt_tokens + turn.context_tokens for turn in turns),
         prompt_tokens=whole.prompt_tokens,
         output_tokens=sum(turn.output_tokens for turn in turns),
-        prefill_busy=_share(whole.busy_s, duration_s * service.prefill_lanes),
+        prefill_busy=_share(whole.busy_s, duration_s * service.all_prefill_lanes),
         pages_peak=whole.pages_peak,
         held_peak=whole.held_peak,
         memory_wait_s=max((turn.admitted_s - turn.asked_s for turn in turns), default=0.0),
@@ -131,7 +131,7 @@ def table(replayed: Replayed, service: Service, row_s: float) -> tuple[Row, ...]
             start_s=each.start_s,
             computed_per_s=each.computed_tokens / (seconds := min(row_s, end_s - each.start_s)),
             prompt_per_s=each.prompt_tokens / seconds,
-            prefill_busy=each.busy_s / (seconds * service.prefill_lanes),
+            prefill_busy=each.busy_s / (seconds * service.all_prefill_lanes),
             held=each.held_s / seconds,
             pages_peak=each.pages_peak,
             waiting_peak=each.waiting_peak,
@@ -201,7 +201,7 @@ def _binds_text(cause: Cause | None, service: Service) -> str:
     if cause is None:
         return "nothing: no request waited"
     if cause is Cause.PREFILL:
-        return f"{cause.value} ({service.prefill_lanes:,} in all)"
+        return f"{cause.value} ({service.all_prefill_lanes:,} in all)"
     lane = service.lane
     sizes = {Cause.RUNNING: lane.max_running, Cause.PAGES: lane.num_pages, Cause.SLOTS: lane.num_slots}
     return f"{cause.value} ({sizes[cause]:,} a lane)"

@@ -1,9 +1,18 @@
 """Agentic load, replayed: sessions that think, call again with a longer context, and reuse part of it.
 
-Each turn goes to the decode lane with the most room, takes a slot and the pages of its whole context there, waits for a
-prefill lane, is computed, joins the batch of its lane's group, and gives the memory back while its session thinks. The
-rules are those of the worker's scheduler and router. `draw` makes the sessions from a seed, `replay` runs them, and
-`pressure` sums up what happened; all are pure.
+Each turn goes to the decode lane with the most room and the prefill lane with the fewest tokens to compute. It takes a
+slot and the pages of its whole context on the one, is computed chunk by chunk on the other (`prefill_lanes`), joins the
+batch of its decode lane's group, and gives the memory back while its session thinks. The rules are those of the
+worker's scheduler and router, which tests run beside it. `agents` draws the sessions and `pressure` sums up what
+happened; all are pure.
+
+What is assumed:
+- Pages are taken for the whole answer at once. A worker takes them as the answer grows, and preempts when they run out.
+- The handoff takes no time, and prefill's own memory never binds: a plan gives it room for the longest request.
+- Reuse is a share of the earlier context, the same for each turn; `retention` counts beside it what a cache would keep.
+- Answers stay in the context whole, and turns that a worker would refuse, or whose prefill comes too late, are served:
+  `pressure` counts them.
+- A step of decode depends on how many decode and on their mean context, however they lie over the lanes of the group.
 """
 
 from __future__ import annotations
@@ -17,6 +26,7 @@ from functools import partial
 from itertools import count
 
 from kimi_operator.planner.agents import Session
+from kimi_operator.planner.prefill_lanes import PrefillGroup, PrefillLane, least_loaded
 from kimi_operator.planner.served import Cause, Level, Replayed, Served
 from kimi_operator.planner.service import Service
 from kimi_operator.planner.units import ceil_div
@@ -66,13 +76,13 @@ class _State:
     """Turns that each session has asked."""
     lanes: list[_Lane]
     groups: list[_Group]
+    prefill_lanes: list[PrefillLane]
+    prefill_groups: list[PrefillGroup]
+    ended: Callable[[], None]
     events: list[tuple[float, int, Callable[[float], None]]] = field(default_factory=list)
     numbers: Iterator[int] = field(default_factory=count)
-    prompts: deque[Served] = field(default_factory=deque)
-    """They hold memory and wait for a prefill lane."""
     held: int = 0
     pages: int = 0
-    busy_lanes: int = 0
     served: list[Served] = field(default_factory=list)
     levels: list[Level] = field(default_factory=list)
     cut: int = 0
@@ -100,9 +110,10 @@ class _State:
         lane = self.lanes[number]
         tokens = (context, prompt, computed, turn.output_tokens)
         lane.load += 1
-        lane.waiting.append(Served(session, index, *tokens, pages, number, len(lane.waiting), now_s))
+        prefill = least_loaded(self.prefill_lanes)
+        self.prefill_lanes[prefill].send(computed)
+        lane.waiting.append(Served(session, index, *tokens, pages, number, prefill, len(lane.waiting), now_s))
         self.admit(lane, now_s)
-        self.compute(now_s)
 
     def admit(self, lane: _Lane, now_s: float) -> None:
         """Give memory to whoever waits for it and fits, in order."""
@@ -111,22 +122,21 @@ class _State:
             turn.admitted_s = now_s
             lane.free_slots, lane.free_pages = lane.free_slots - 1, lane.free_pages - turn.pages
             self.held, self.pages = self.held + 1, self.pages + turn.pages
-            self.prompts.append(turn)
+            self.prefill_lanes[turn.prefill_lane].prompts.append(turn)
 
     def compute(self, now_s: float) -> None:
-        """Give free prefill lanes to prompts that wait for one, in order."""
-        while self.prompts and self.busy_lanes < self.service.prefill_lanes:
-            turn = self.prompts.popleft()
-            turn.prefill_s = now_s
-            self.busy_lanes += 1
-            cached = turn.prompt_tokens - turn.computed_tokens
-            done_s = now_s + self.service.prefill_s(turn.computed_tokens, cached, self.busy_lanes)
-            self.at(done_s, partial(self.activate, turn))
+        """Begin a step of each group of prefill that has work and is not in one."""
+        for group in self.prefill_groups:
+            if not group.is_stepping and group.has_work:
+                self.at(now_s + group.begin(self.service, now_s), partial(self.computed, group))
+
+    def computed(self, group: PrefillGroup, now_s: float) -> None:
+        for turn in group.finish():
+            self.activate(turn, now_s)
 
     def activate(self, turn: Served, now_s: float) -> None:
-        """Prefill is done: its lane is free, the first token is there, and the rest is ready to run."""
+        """Prefill is done: the first token is there, and the rest is ready to run."""
         turn.first_s = turn.running_s = now_s
-        self.busy_lanes -= 1
         lane, group = self.lanes[turn.lane], self.groups[turn.lane // self.service.lanes]
         if turn.output_tokens == 1:
             self.end(turn, now_s)
@@ -139,7 +149,6 @@ class _State:
             elif lane.running < self.service.lane.max_running:
                 passed_s, left = now_s - group.since_s, group.ends[0][0] - group.steps
                 self.plan(group, bisect_left(range(left), passed_s, key=partial(self.span_s, group)))
-        self.compute(now_s)
 
     def span_s(self, group: _Group, steps: int) -> float:
         """Time of the group's next steps, in which each context grows by a token a step."""
@@ -173,7 +182,6 @@ class _State:
             self.admit(lane, now_s)
         if group.ends:
             self.plan(group, group.ends[0][0] - steps)
-        self.compute(now_s)
 
     def end(self, turn: Served, now_s: float) -> None:
         """The answer is whole: memory is free, the session thinks."""
@@ -183,43 +191,54 @@ class _State:
         lane.free_slots, lane.free_pages = lane.free_slots + 1, lane.free_pages + turn.pages
         self.held, self.pages = self.held - 1, self.pages - turn.pages
         self.served.append(turn)
+        self.ended()
         self.at(now_s + self.sessions[turn.session].turns[turn.turn].think_s, partial(self.ask, turn.session))
 
     def note(self, now_s: float) -> None:
         """Keep the level, if it is a new one. Of several at one moment only the last has lasted."""
         waiting = [0] * len(Cause)
-        waiting[_PREFILL] = len(self.prompts)
+        waiting[_PREFILL] = sum(lane.num_waiting for lane in self.prefill_lanes)
+        busy = sum(group.busy_lanes for group in self.prefill_groups)
+        is_prefill_short = waiting[_PREFILL] > 0
         for lane in self.lanes:
             if lane.running == self.service.lane.max_running:
                 waiting[_RUNNING] += len(lane.ready)
             if lane.waiting:
-                waiting[self.cause(lane)] += len(lane.waiting)
-        level = Level(now_s, self.held, self.pages, self.busy_lanes, tuple(waiting))
+                waiting[_PREFILL if is_prefill_short else self.cause(lane)] += len(lane.waiting)
+        level = Level(now_s, self.held, self.pages, busy, tuple(waiting))
         if self.levels and self.levels[-1].since_s == now_s:
             self.levels.pop()
         if not self.levels or self.levels[-1][1:] != level[1:]:
             self.levels.append(level)
 
     def cause(self, lane: _Lane) -> int:
-        """Why the head of those that wait for memory waits: what others with memory wait for, or else the memory."""
-        if self.prompts:
-            return _PREFILL
+        """Why the head of those that wait for memory waits, where prompts that have it do not wait for prefill."""
         if lane.ready and lane.running == self.service.lane.max_running:
             return _RUNNING
         return _PAGES if lane.waiting[0].pages > lane.free_pages else _SLOTS
 
 
-def replay(sessions: Sequence[Session], service: Service) -> Replayed:
-    """Run the sessions to their end."""
+def replay(sessions: Sequence[Session], service: Service, ended: Callable[[], None] = lambda: None) -> Replayed:
+    """Run the sessions to their end; `ended` is called as each turn ends."""
     limits = service.lane
     lanes = [_Lane(limits.num_pages, limits.num_slots) for _ in range(service.lanes * service.groups)]
     groups = [_Group(lanes[i : i + service.lanes]) for i in range(0, len(lanes), service.lanes)]
-    state = _State(service, sessions, [0] * len(sessions), [0] * len(sessions), lanes, groups)
+    prefill_lanes = [PrefillLane() for _ in range(service.prefill_lanes * service.prefill_groups)]
+    prefill_groups = [
+        PrefillGroup(prefill_lanes[i : i + service.prefill_lanes])
+        for i in range(0, len(prefill_lanes), service.prefill_lanes)
+    ]
+    state = _State(
+        service, sessions, [0] * len(sessions), [0] * len(sessions), lanes, groups, prefill_lanes, prefill_groups, ended
+    )
     for index, session in enumerate(sessions):
         state.at(session.start_s, partial(state.ask, index))
     while state.events:
-        now_s, _, event = heapq.heappop(state.events)
-        event(now_s)
+        now_s = state.events[0][0]
+        while state.events and state.events[0][0] == now_s:
+            heapq.heappop(state.events)[2](now_s)
+        # what comes at one moment is computed together
+        state.compute(now_s)
         state.note(now_s)
     assert not any(lane.load for lane in lanes), "all that was asked has ended"
     return Replayed(tuple(sorted(state.served, key=lambda s: (s.asked_s, s.session))), tuple(state.levels), state.cut)

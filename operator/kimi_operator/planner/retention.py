@@ -2,6 +2,9 @@
 
 Beside its pages a kept prompt takes a KDA state, which counts as the pages that it would fill. The cache answers
 whether the reuse that a replay was run with can be had from the memory that is there. All is pure.
+
+It is one pool, as if each prompt came back to the lane that has it: real lanes keep less. Nothing is shared between
+sessions. The state that is kept is that at the end of the prompt's last whole page, where computing goes on.
 """
 
 from __future__ import annotations

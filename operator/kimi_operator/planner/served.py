@@ -22,12 +22,14 @@ class Served:
     pages: int
     lane: int
     """The decode lane, counted over all groups."""
+    prefill_lane: int
+    """The lane that computes the prompt, counted over all groups."""
     ahead: int
     """Requests that waited for that lane's memory when it was asked."""
     asked_s: float
     admitted_s: float = 0.0
     prefill_s: float = 0.0
-    """When a lane began with it."""
+    """When its lane began with it."""
     first_s: float = 0.0
     """When prefill was done and gave the first token."""
     running_s: float = 0.0

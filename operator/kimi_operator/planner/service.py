@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import NamedTuple
 
 from kimi_operator.planner.predict import Side, roofline_s
 from kimi_operator.planner.roofline import DecodeLoad, PrefillLoad
-from kimi_operator.planner.units import ceil_div
 
 _FAR = 2**20
-"""A context, in tokens, beside 0: a decode step is affine in the context, so two are priced."""
+"""A context, in tokens, beside 0: steps of both phases are affine in the context, so two are priced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,14 @@ class Lane:
     """Longest time from taking memory to the end of prefill; then the request fails."""
 
 
+class Chunk(NamedTuple):
+    """What a lane of prefill computes in one step at most."""
+
+    tokens: int
+    running: int
+    """Prompts that they are of."""
+
+
 @dataclass(frozen=True, slots=True)
 class Service:
     """What serves the sessions, and how long work takes."""
@@ -40,31 +48,48 @@ class Service:
     """Decode lanes of a group. They step together."""
     groups: int
     prefill_lanes: int
-    """Of all groups; a prompt takes the first that is free."""
-    prefill_s: Callable[[int, int, int], float]
-    """(tokens to compute, tokens found in the cache, busy lanes) -> seconds on one lane; taken once, at its start."""
+    """Of a group. They step together too."""
+    prefill_groups: int
+    prefill_running: int
+    """Prompts that a lane computes in one step at most."""
+    chunk_tokens: int
+    """Tokens that a lane computes in one step at most."""
+    prefill_step_s: Callable[[int, float, int], float]
+    """(tokens that a lane computes, mean number of tokens before them, lanes of the group that compute as many at once)
+    -> seconds of a step; affine in the mean."""
     decode_step_s: Callable[[int, float], float]
     """(requests of a group that decode, mean of their contexts) -> seconds of a step; affine in the mean."""
     reuse: float
     """Share of a session's earlier context that a turn finds in the cache."""
+
+    @property
+    def all_prefill_lanes(self) -> int:
+        """Of all groups."""
+        return self.prefill_lanes * self.prefill_groups
 
 
 def paced(service: Service, prefill: float, decode: float) -> Service:
     """The same service with all times of a phase so many times as long."""
     return replace(
         service,
-        prefill_s=lambda new, cached, busy: prefill * service.prefill_s(new, cached, busy),
+        prefill_step_s=lambda tokens, before, busy: prefill * service.prefill_step_s(tokens, before, busy),
         decode_step_s=lambda decoding, context: decode * service.decode_step_s(decoding, context),
     )
 
 
-def predicted_service(decode: Side, prefill: Side, lane: Lane, chunk_tokens: int, reuse: float) -> Service:
-    """The service that predictions describe; a step of prefill computes at most `chunk_tokens`."""
+def predicted_service(decode: Side, prefill: Side, lane: Lane, chunk: Chunk, reuse: float) -> Service:
+    """The service that predictions describe."""
     prefill_factor, decode_factor = prefill.calibration.factor(), decode.calibration.factor()
 
-    def prefill_s(new: int, cached: int, busy: int) -> float:
-        load = PrefillLoad(new, cached, chunk_tokens, ceil_div(busy, prefill.groups))
-        return prefill_factor * roofline_s(prefill.setup, load)
+    @cache
+    def chunk_line(tokens: int, busy: int) -> tuple[float, float]:
+        loads = (PrefillLoad(tokens, before, chunk.tokens, busy) for before in (0, _FAR))
+        near, far = (roofline_s(prefill.setup, load) for load in loads)
+        return prefill_factor * near, prefill_factor * (far - near) / _FAR
+
+    def prefill_step_s(tokens: int, before: float, busy: int) -> float:
+        least, each = chunk_line(tokens, busy)
+        return least + each * before
 
     @cache
     def line(decoding: int) -> tuple[float, float]:
@@ -75,5 +100,15 @@ def predicted_service(decode: Side, prefill: Side, lane: Lane, chunk_tokens: int
         least, each = line(decoding)
         return least + each * context
 
-    lanes, prefill_lanes = decode.setup.shape.lanes, prefill.setup.shape.lanes * prefill.groups
-    return Service(lane, lanes, decode.groups, prefill_lanes, prefill_s, decode_step_s, reuse)
+    return Service(
+        lane=lane,
+        lanes=decode.setup.shape.lanes,
+        groups=decode.groups,
+        prefill_lanes=prefill.setup.shape.lanes,
+        prefill_groups=prefill.groups,
+        prefill_running=chunk.running,
+        chunk_tokens=chunk.tokens,
+        prefill_step_s=prefill_step_s,
+        decode_step_s=decode_step_s,
+        reuse=reuse,
+    )

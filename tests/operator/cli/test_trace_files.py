@@ -19,7 +19,10 @@ SERVICE = Service(
     lanes=1,
     groups=1,
     prefill_lanes=1,
-    prefill_s=lambda new, cached, busy: 0.1,
+    prefill_groups=1,
+    prefill_running=1,
+    chunk_tokens=2**24,
+    prefill_step_s=lambda tokens, before, busy: 0.1,
     decode_step_s=lambda decoding, context: 0.01,
     reuse=0.5,
 )

@@ -21,8 +21,11 @@ SERVICE = Service(
     lane=Lane(10_000, 64, num_slots=64, max_running=64, max_context=100_000, max_queued=64, reservation_s=1e9),
     lanes=1,
     groups=1,
-    prefill_lanes=4,
-    prefill_s=lambda new, cached, busy: 0.1 + new / 900 * (1 + busy / 20) + cached / 90_000,
+    prefill_lanes=1,
+    prefill_groups=4,
+    prefill_running=1,
+    chunk_tokens=100_000,
+    prefill_step_s=lambda tokens, before, busy: 0.1 + tokens / 900 * (1 + busy / 20) + before / 90_000,
     decode_step_s=lambda decoding, context: 0.02 + decoding / 1000 + context / 1e6,
     reuse=0.0,
 )
@@ -32,7 +35,7 @@ def served(session: int, turn: int, prefill_s: float, context: int, prompt: int)
     """Asked, let in and begun at once; a second of prefill, and another of decode for nine more tokens."""
     times = (prefill_s, prefill_s, prefill_s, prefill_s + 1, prefill_s + 1, prefill_s + 2)
     tokens = (context, prompt, prompt - context, 10)
-    return Served(session, turn, *tokens, math.ceil((prompt + 10) / 64), 0, 0, *times)
+    return Served(session, turn, *tokens, math.ceil((prompt + 10) / 64), 0, 0, 0, *times)
 
 
 # Three sessions, two turns each; pages of 64 tokens.
