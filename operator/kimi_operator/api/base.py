@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import difflib
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from decimal import Decimal
 from typing import Annotated, Any, Final, TypeVar, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError, WithJsonSchema
 from pydantic.alias_generators import to_camel
 
+from kimi_operator.api.quantity import QUANTITY_PATTERN, REFUSED, checked, read_bytes
 from kimi_operator.errors import InvalidSpec, Problem
 
 GROUP = "kimi-operator.io"
 VERSION = "v1alpha1"
 API_VERSION: Final = "kimi-operator.io/v1alpha1"
-
-QUANTITY_PATTERN = r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?$"
-_SUFFIX_FACTORS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
-_SUFFIX_FACTORS |= {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50}
-_BYTES = re.compile(rf"(?P<amount>[0-9]+(\.[0-9]+)?)(?P<suffix>{'|'.join(_SUFFIX_FACTORS)})")
 
 
 class ApiModel(BaseModel):
@@ -36,19 +30,6 @@ class ApiModel(BaseModel):
         strict=True,
         defer_build=True,
     )
-
-
-def parse_bytes(value: object) -> int:
-    """Bytes of a Kubernetes quantity such as 64Mi, 191.98Gi or 13000000000; fractions of a byte are dropped.
-
-    Raises ValueError with what was expected when the text is no quantity.
-    """
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
-    match = _BYTES.fullmatch(str(value))
-    if match is None:
-        raise ValueError(f"{value!r} is no amount of bytes; write a number with a suffix such as 64Mi or 8Gi")
-    return int(Decimal(match["amount"]) * _SUFFIX_FACTORS[match["suffix"]])
 
 
 _INT_OR_STRING = {
@@ -77,11 +58,12 @@ def immutable(what: str) -> dict[str, Any]:
     return rules(rule("self == oldSelf", f"{what} cannot change; create a new KimiDeployment instead"))
 
 
-# Bytes: read from a quantity, held as an exact integer.
-Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=0, le=2**60), WithJsonSchema(_INT_OR_STRING)]
+# Bytes: read from a quantity, held as an exact integer: 0, or 1Mi and more.
+Bytes = Annotated[int, BeforeValidator(read_bytes), Field(ge=0, le=2**60), WithJsonSchema(_INT_OR_STRING)]
 # A quantity that is passed on as it was written (cpu: 500m, memory: 64Gi).
 Quantity = Annotated[
     Annotated[str, StringConstraints(pattern=QUANTITY_PATTERN, max_length=24)] | Annotated[int, Field(ge=0)],
+    BeforeValidator(checked),
     WithJsonSchema(_INT_OR_STRING),
 ]
 # Any object of the Kubernetes API that this API passes on unread; the API server checks it where it is used.
@@ -125,6 +107,11 @@ def _problem(item: Any, where: str, model: type[BaseModel]) -> Problem:
         case "extra_forbidden":
             remedy = f"remove it or mend its spelling{_hint(str(place[-1]), _fields_at(model, place[:-1]))}"
             return Problem(field, got, "no such field", remedy)
+        case kind if kind == REFUSED:
+            context = item["ctx"]
+            if context["key"]:
+                field, got = f"{field}.{context['key']}", _shortened(_written(item["input"][context["key"]]))
+            return Problem(field, got, context["expected"], context["remedy"])
         case "missing":
             return Problem(field, "nothing", "a value", "set it")
         case "model_type" if 0 < len(names := _fields_at(model, place)) <= MOST_FIELDS:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated
 
-from pydantic import ConfigDict, Field, StringConstraints
+from pydantic import AfterValidator, ConfigDict, Field, StringConstraints
 
 from kimi_operator.api.base import ApiModel, FreeForm, Quantity, rule, rules
+from kimi_operator.api.quantity import with_enough_bytes
 
 Name = Annotated[str, StringConstraints(min_length=1, max_length=253)]
 LabelValue = Annotated[str, StringConstraints(max_length=253)]
@@ -56,13 +57,14 @@ class Toleration(ApiModel):
     )
 
 
+Amounts = Annotated[dict[Name, Quantity], AfterValidator(with_enough_bytes)]
+
+
 class Resources(ApiModel):
     """Requests and limits of a container; GPUs are left out: the hardware profile and gpusPerNode say how many."""
 
-    requests: dict[Name, Quantity] = Field(
-        default_factory=dict, max_length=16, description="What the scheduler sets aside."
-    )
-    limits: dict[Name, Quantity] = Field(default_factory=dict, max_length=16, description="What the kubelet enforces.")
+    requests: Amounts = Field(default_factory=dict, max_length=16, description="What the scheduler sets aside.")
+    limits: Amounts = Field(default_factory=dict, max_length=16, description="What the kubelet enforces.")
 
 
 class ImagePullSecret(ApiModel):

@@ -10,7 +10,6 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from kimi_operator.api.base import parse_bytes
 from kimi_operator.api.contradictions import PARTITIONS, num_partitions
 from kimi_operator.api.profile import (
     CardSpec,
@@ -20,6 +19,7 @@ from kimi_operator.api.profile import (
     MemoryPartition,
     PartitionSpec,
 )
+from kimi_operator.api.quantity import parse_bytes
 from kimi_operator.errors import InvalidSpec, Problem
 
 LABEL_PREFIXES = ("amd.com/gpu.", "beta.amd.com/gpu.")

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import yaml
 from kimi_operator.api import HardwareProfile, KimiDeployment, KimiDeploymentStatus, dump, parse
-from kimi_operator.api.base import parse_bytes
 from kimi_operator.api.conditions import ConditionType, Reason
+from kimi_operator.api.quantity import parse_bytes
 from kimi_operator.errors import InvalidSpec
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
@@ -100,7 +100,7 @@ def test_every_wrong_field_is_named_at_once() -> None:
 @pytest.mark.parametrize(
     ("path", "value", "expected"),
     [
-        ("spec.gpu.memory", "lots", "spec.gpu.memory: got 'lots', expected 'lots' is no amount of bytes"),
+        ("spec.gpu.memory", "lots", "spec.gpu.memory: got 'lots', expected whole bytes, or a number with one"),
         ("spec.gpu.memory", -1, "spec.gpu.memory: got -1"),
         ("spec.runtime.device", "tpu", "spec.runtime.device: got 'tpu', expected 'cuda' or 'cpu'"),
         ("spec.runtime.kvCacheDtype", "float8", "spec.runtime.kvCacheDtype: got 'float8'"),
@@ -127,7 +127,7 @@ def test_quantities_are_exact_bytes(text: str, amount: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "Gi", "1 Gi", "1e3", "1KiB", "-"])
 def test_what_is_no_quantity_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="no amount of bytes"):
+    with pytest.raises(ValueError, match="whole bytes, or a number with one of the units"):
         parse_bytes(text)
 
 

@@ -105,11 +105,11 @@ def test_gpus_that_do_not_divide_the_experts_are_shown_with_the_nodes() -> None:
     [
         ("gpu.memory", 0, "reserve", "less than gpu.memory"),
         ("gpu.memory", -1, "gpu.memory", "greater than or equal to 0"),
-        ("gpu.memory", "192 GB", "gpu.memory", "a number with a suffix such as 64Mi"),
+        ("gpu.memory", "192 GB", "gpu.memory", "a number with one of the units"),
         ("gpu.perNode", 0, "gpu.perNode", "greater than or equal to 1"),
         ("gpu.perNode", 10**6, "gpu.perNode", "less than or equal to 64"),
         ("gpu.perNode", None, "gpu.perNode", "a valid integer"),
-        ("reserve.contexts", "-1Gi", "reserve.contexts", "a number with a suffix"),
+        ("reserve.contexts", "-1Gi", "reserve.contexts", "whole bytes, or a number"),
         ("reserve.activations", "200Gi", "reserve", "less than gpu.memory"),
         ("reserve.contexts", "40Gi", "spec.decode", "at most 192.0 GiB, the memory of a GPU"),
         ("limits.pageSizeTokens", 0, "limits.pageSizeTokens", "greater than or equal to 1"),

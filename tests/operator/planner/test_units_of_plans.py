@@ -10,8 +10,8 @@ from typing import Any
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kimi_operator.api import KimiDeploymentSpec, Role, parse
-from kimi_operator.api.base import parse_bytes
 from kimi_operator.api.profile import DType, HardwareProfile
+from kimi_operator.api.quantity import parse_bytes
 from kimi_operator.errors import Problem
 from kimi_operator.planner import Infeasible, Plan, make_plan
 from kimi_operator.planner.budget import BlockPool, Budget, Captures, PagePool, PoolDesign

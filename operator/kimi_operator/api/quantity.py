@@ -1,0 +1,98 @@
+"""Amounts as Kubernetes writes them: 64Mi, 8Gi, 500m. What cannot be meant is refused with what is likely meant."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from decimal import Decimal
+
+from pydantic_core import PydanticCustomError
+
+UNITS = {"k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
+UNITS |= {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50}
+QUANTITY_PATTERN = rf"^[0-9]+(\.[0-9]+)?(m|{'|'.join(UNITS)})?$"
+REFUSED = "quantity"
+"""Type of the errors below; their context has `expected` and `remedy`, and the `key` of a table."""
+LEAST_BYTES = 2**20
+"""Of what is set aside of a GPU, a pod or its memory: below it stands a number whose unit was forgotten."""
+BYTE_KEYS = ("memory", "ephemeral-storage")
+"""Names of a pod's resources that are bytes."""
+
+_BYTES = re.compile(rf"(?P<amount>[0-9]+(\.[0-9]+)?)(?P<unit>{'|'.join(UNITS)})?")
+_WRITTEN = re.compile(r"(?P<amount>[0-9][0-9,_ ]*(\.[0-9]+)?)(?P<exponent>[eE][+]?[0-9]{1,2})?\s*(?P<unit>[A-Za-z]*)")
+_MEANT = re.compile(r"([kmgtp])(i?)(b|bytes?|[a-z])?", re.IGNORECASE)
+_EXPECTED = f"whole bytes, or a number with one of the units {', '.join(UNITS)}"
+
+
+def parse_bytes(value: object) -> int:
+    """Bytes of a Kubernetes quantity such as 64Mi, 191.98Gi or 13000000000; fractions of a byte are dropped.
+
+    Raises ValueError with what was expected, and the nearest right spelling, when the text is no quantity.
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    match = _BYTES.fullmatch(str(value))
+    if match is None:
+        raise refusal(_EXPECTED, _remedy(str(value)))
+    return int(Decimal(match["amount"]) * UNITS.get(match["unit"], 1))
+
+
+def read_bytes(value: object) -> int:
+    """The same of a field; nothing but 0 may be so small that its unit was forgotten. Raises ValueError."""
+    amount = parse_bytes(value)
+    if _is_too_small(value, amount):
+        raise _too_small(str(value))
+    return amount
+
+
+def checked(value: object) -> object:
+    """A quantity that is passed on as it was written. Raises ValueError as above for units that there are not."""
+    if isinstance(value, str) and re.fullmatch(QUANTITY_PATTERN, value) is None:
+        raise refusal(f"a number, or one with a unit of m, {', '.join(UNITS)}", _remedy(value, "500m or 8Gi"))
+    return value
+
+
+def with_enough_bytes(amounts: dict[str, str | int]) -> dict[str, str | int]:
+    """A pod's resources, whose bytes are no forgotten units, nor thousandths as of a CPU. Raises ValueError."""
+    for key in BYTE_KEYS:
+        written = str(amounts.get(key, 0))
+        whole = written.removesuffix("m")
+        amount = parse_bytes(whole) // (1000 if whole != written else 1)
+        if _is_too_small(whole, amount):
+            raise _too_small(written, key)
+    return amounts
+
+
+def refusal(expected: str, remedy: str, key: str = "") -> PydanticCustomError:
+    """What pydantic is told, and `base.parse` tells on."""
+    context: Mapping[str, str] = {"expected": expected, "remedy": remedy, "key": key}
+    return PydanticCustomError(REFUSED, "{expected}; {remedy}", dict(context))
+
+
+def _is_too_small(written: object, amount: int) -> bool:
+    """Whether it is nearly nothing, though something was written: 0.5 is none of a whole byte."""
+    return 0 <= amount < LEAST_BYTES and re.search("[1-9]", str(written)) is not None
+
+
+def _too_small(written: str, key: str = "") -> PydanticCustomError:
+    number = re.fullmatch(r"([0-9.]+)m?", written)
+    unit = "Mi" if written.endswith("m") or (number and Decimal(number[1]) >= 1024) else "Gi"
+    remedy = f"write it with its unit, such as {number[1]}{unit}" if number else "write 0 or a larger amount"
+    return refusal("0, or at least 1Mi (1,048,576 bytes)", remedy, key)
+
+
+def _remedy(written: str, unit: str = "64Mi or 8Gi") -> str:
+    """The nearest right spelling; `unit` is for what has none."""
+    match = _WRITTEN.fullmatch(written.strip())
+    if match is None:
+        return f"write a number with a unit, such as {unit}"
+    amount = re.sub("[,_ ]", "", match["amount"])
+    if match["exponent"]:
+        return f"write {Decimal(amount + match['exponent']):f}"
+    if match["unit"].lower() in ("", "b", "byte", "bytes"):
+        return f"write {amount}"
+    meant = _MEANT.fullmatch(match["unit"])
+    if meant is None:
+        return f"write {amount} with one of these units"
+    letter = meant[1].lower() if meant[1] in "kK" and not meant[2] else meant[1].upper()
+    return f"write {amount}{letter}{meant[2].lower()}"
