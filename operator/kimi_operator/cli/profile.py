@@ -6,7 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -22,11 +22,12 @@ from kimi_operator.profiles.detect import Refused, drafted_by, match_labels
 from kimi_operator.profiles.draft import BYTE_FIELDS, draft, read_node
 from kimi_operator.profiles.support import support_warning, worker_support
 
-Output = Literal["text", "json", "yaml"]
+Output = Literal["text", "json", "yaml", "markdown"]
 Files = Annotated[list[Path] | None, Parameter(name=["--file", "-f"], allow_leading_hyphen=True, negative=())]
 Format = Annotated[Output, Parameter(name=["--output", "-o"])]
 
 KUBECTL_TIMEOUT_S = 30.0
+HEAD = ("NAME", "GPU", "PARTITION", "GPUS", "MEMORY", "CUS", "HBM TB/S", "WORKER", "UNMEASURED", "DEVICE IDS")
 
 app = App(name="profile")
 app.command(
@@ -50,10 +51,11 @@ def list_profiles(*, file: Files = None, output: Format = "text") -> None:
     file
         YAML with your own HardwareProfiles; `-` is standard input. Can be repeated.
     output
-        text, json or yaml.
+        text, json, yaml or markdown.
     """
     rows = [_summary(profile) for profile in _profiles(file).values()]
-    _print(output, rows, _table(rows))
+    cells = list(map(_cells, rows))
+    _print(output, rows, _markdown_table(HEAD, cells) if output == "markdown" else _aligned([HEAD, *cells]))
 
 
 @app.command
@@ -67,12 +69,13 @@ def show(name: str, *, file: Files = None, output: Format = "text") -> None:
     file
         YAML with your own HardwareProfiles; `-` is standard input. Can be repeated.
     output
-        text, json or yaml: the HardwareProfile itself.
+        text or markdown; json or yaml: the HardwareProfile itself.
     """
     profiles = _profiles(file)
     if name not in profiles:
         raise _refuse("profile", repr(name), f"one of {sorted(profiles)}", "name one of them, or give its file with -f")
-    _print(output, dump(profiles[name]), _text(profiles[name]))
+    profile = profiles[name]
+    _print(output, dump(profile), _markdown(profile) if output == "markdown" else _text(profile))
 
 
 @app.command
@@ -165,13 +168,18 @@ def _summary(profile: HardwareProfile) -> dict[str, Any]:
     }
 
 
-def _table(rows: list[dict[str, Any]]) -> Iterator[str]:
-    head = ("NAME", "GPU", "PARTITION", "GPUS", "MEMORY", "CUS", "HBM TB/S", "WORKER", "UNMEASURED", "DEVICE IDS")
-    cells = [head, *(_cells(row) for row in rows)]
-    widths = [max(len(line[column]) for line in cells) for column in range(len(head))]
+def _aligned(lines: Sequence[Sequence[str]]) -> Iterator[str]:
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     yield from (
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
     )
+
+
+def _markdown_table(head: Sequence[str], body: Iterable[Sequence[str]]) -> Iterator[str]:
+    # it loads the planner, which the other forms do not need
+    from kimi_operator.cli.markdown import table  # noqa: PLC0415
+
+    return table(head, body)
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
@@ -184,23 +192,58 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _text(profile: HardwareProfile) -> Iterator[str]:
-    spec, worker = profile.spec, worker_support(profile.spec)
-    yield f"{profile.metadata.name}: {spec.gpu.architecture}, {spec.gpu.per_node} GPUs a node as {spec.gpu.resource}"
-    yield f"device ids {', '.join(spec.match.device_ids) or 'none'}, of which virtual functions: " + (
-        ", ".join(spec.match.virtual_device_ids) or "none"
-    )
-    yield f"bundled worker: {worker.support.value}"
-    yield from (f"  works  {note}" for note in worker.works)
-    yield from (f"  lacks  {note}" for note in worker.lacks)
+    yield _title(profile)
+    yield _device_ids(profile)
+    yield f"bundled worker: {worker_support(profile.spec).support.value}"
+    yield from (f"  {kind:<5}  {note}" for kind, note in _worker_notes(profile))
     if warning := support_warning(profile):
         yield f"warning: {warning}"
     yield ""
-    unmeasured = spec.unmeasured()
-    yield f"{len(unmeasured)} of {len(spec.figures())} figures, marked with *, were not measured on this hardware"
+    yield f"{_unmeasured(profile)}, marked with *, were not measured on this hardware"
+    for mark, path, value, basis, source in _figures(profile):
+        yield f"{mark or ' '} {path:<30} {value:>21}  {basis:<9}  {source}"
+
+
+def _markdown(profile: HardwareProfile) -> Iterator[str]:
+    from kimi_operator.cli.markdown import cell  # noqa: PLC0415
+
+    yield f"# {cell(_title(profile))}"
+    yield f"\n{cell(_device_ids(profile))}"
+    yield f"\nbundled worker: {worker_support(profile.spec).support.value}\n"
+    yield from (f"- {kind}: {cell(note)}" for kind, note in _worker_notes(profile))
+    if warning := support_warning(profile):
+        yield f"\n> warning: {cell(warning)}"
+    yield f"\n{_unmeasured(profile)}, marked with \\*, were not measured on this hardware\n"
+    yield from _markdown_table(("", "figure", "value", "basis", "source"), _figures(profile))
+
+
+def _title(profile: HardwareProfile) -> str:
+    spec = profile.spec
+    return f"{profile.metadata.name}: {spec.gpu.architecture}, {spec.gpu.per_node} GPUs a node as {spec.gpu.resource}"
+
+
+def _device_ids(profile: HardwareProfile) -> str:
+    match = profile.spec.match
+    virtual = ", ".join(match.virtual_device_ids) or "none"
+    return f"device ids {', '.join(match.device_ids) or 'none'}, of which virtual functions: {virtual}"
+
+
+def _worker_notes(profile: HardwareProfile) -> Iterator[tuple[str, str]]:
+    worker = worker_support(profile.spec)
+    yield from (("works", note) for note in worker.works)
+    yield from (("lacks", note) for note in worker.lacks)
+
+
+def _unmeasured(profile: HardwareProfile) -> str:
+    return f"{len(profile.spec.unmeasured())} of {len(profile.spec.figures())} figures"
+
+
+def _figures(profile: HardwareProfile) -> Iterator[tuple[str, str, str, str, str]]:
+    """Mark, path, value, basis and source of each."""
+    spec, unmeasured = profile.spec, profile.spec.unmeasured()
     for path, value in spec.figures().items():
-        basis = spec.basis_of(path)
-        mark = "*" if path in unmeasured else " "
-        yield f"{mark} {path:<30} {_value(path, value):>21}  {basis or 'unknown':<9}  {spec.source(path)}"
+        mark, basis = "*" if path in unmeasured else "", spec.basis_of(path)
+        yield mark, path, _value(path, value), str(basis or "unknown"), spec.source(path)
 
 
 def _value(path: str, value: int | str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -86,6 +87,37 @@ def test_show_marks_what_nobody_measured(run: Run) -> None:
     assert rows["reserve.contexts"].startswith("* reserve.contexts")
     assert "11.2 GiB  Carried    as derived for MI300X (not measured on this hardware)" in rows["reserve.contexts"]
     assert "warning: the bundled worker is untested on mi355x (gfx950)" in out
+
+
+def markdown_rows(text: str) -> list[list[str]]:
+    """Cells of the text's one table, without its line of dashes."""
+    lines = [line for line in text.splitlines() if line.startswith("|") and not line.startswith("|---")]
+    return [[re.sub(r"\\(.)", r"\1", cell).strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
+
+
+def test_a_list_as_markdown_has_the_cells_of_the_text(run: Run) -> None:
+    head, *rows = markdown_rows(run("list", "-o", "markdown")[1])
+    lines = [re.split(r"  +", line) for line in run("list")[1].splitlines()]
+    assert [head, *rows] == lines
+    assert [row[0] for row in rows] == list(built_in_profiles())
+
+
+@pytest.mark.parametrize("name", ["mi300x", "mi355x"])
+def test_a_profile_as_markdown_says_what_the_text_does(run: Run, name: str) -> None:
+    _, *rows = markdown_rows(out := run("show", name, "-o", "markdown")[1])
+    lines = run("show", name)[1].splitlines()
+    figures = [re.split(r"  +", line[2:]) for line in lines if re.match(r"[* ] [a-z]+\.", line)]
+    assert [row[1:] for row in rows] == figures
+    assert [row[0] for row in rows] == [line[0].strip() for line in lines if re.match(r"[* ] [a-z]+\.", line)]
+    plain = re.sub(r"\\(.)", r"\1", out)
+    notes = [line for line in lines if re.match(r"  (works|lacks)  ", line)]
+    assert len(notes) == len(re.findall("^- ", plain, re.MULTILINE)) > 0
+    for line in notes:
+        kind, note = line.split(maxsplit=1)
+        assert f"- {kind}: {note}" in plain
+    for line in lines:
+        if line.startswith(("device ids", "bundled worker", "warning: ")) or "were not measured" in line:
+            assert line in plain
 
 
 def test_show_reads_your_own(run: Run, tmp_path: Path) -> None:
