@@ -11,6 +11,7 @@ from typing import Any
 from kimi_operator.api.base import dump, parse
 from kimi_operator.api.deployment import KimiDeployment, Role
 from kimi_operator.api.profile import HardwareProfile
+from kimi_operator.cli.better import search_beside
 from kimi_operator.cli.files import profiles_of
 from kimi_operator.cli.flag_documents import (
     DEPLOYMENT_FLAGS,
@@ -29,12 +30,10 @@ from kimi_operator.errors import InvalidSpec, Problem
 from kimi_operator.planner import Plan
 from kimi_operator.planner.case import Solution
 from kimi_operator.planner.demand import FIELD
-from kimi_operator.planner.elsewhere import same_demand, with_more_seqs, with_remedies
-from kimi_operator.planner.pools import Settings
+from kimi_operator.planner.elsewhere import with_more_seqs, with_remedies
 from kimi_operator.planner.targets import TARGETS
 from kimi_operator.planner.workload import Workload, check_lengths, read_workload, workload_of
 from kimi_operator.profiles import architecture
-from kimi_operator.profiles.forecast import forecast_of
 
 WorkloadDocument = Mapping[str, Any]
 LENGTHS = ("prompt", "output")
@@ -181,9 +180,6 @@ def _with_layouts(outlook: Outlook) -> Outlook:
     missed = {miss for each in solutions if isinstance(each, Solution) for miss in each.misses if miss.field in TARGETS}
     if not missed:
         return outlook
-    planned, plan, spec = outlook.planned, outlook.plan, outlook.planned.deployment.spec
-    forecast = forecast_of(planned.architecture, planned.profile, plan.kv_cache_dtype, outlook.workload)
-    settings = Settings(planned.architecture, spec, planned.profile.spec, plan.kv_cache_dtype, plan.transport)
-    request = same_demand(settings, outlook.workload, forecast.timing)
+    request, spec = search_beside(outlook), outlook.planned.deployment.spec
     misses = (with_remedies((each,), request, spec)[0] if each in missed else each for each in outlook.misses)
     return replace(outlook, misses=tuple(misses))

@@ -60,6 +60,8 @@ def _limits(outlook: Outlook) -> Iterator[tuple[str, ...]]:
 def _predictions(outlook: Outlook) -> Iterator[str]:
     for label, text in headline(outlook).items():
         yield f"- {label}: {cell(text)}"
+    if outlook.better:
+        yield f"- better layout: {cell(outlook.better)}"
     speed, either = outlook.speed, outlook.speed or outlook.decode_speed
     if either is None:
         return

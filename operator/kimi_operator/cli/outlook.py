@@ -145,6 +145,8 @@ class Outlook:
     """Targets that are met within the prediction's band alone, where nothing else misses them."""
     decode_speed: DecodeSpeed | None = None
     """Where prefill, and so throughput, cannot be predicted, but a decode step can."""
+    better: str = ""
+    """A layout of the same nodes that gives much more output, and the command that shows it."""
 
     def role(self, role: Role) -> RoleOutlook:
         """One role."""

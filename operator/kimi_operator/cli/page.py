@@ -60,6 +60,8 @@ def _body(outlook: Outlook, cost: Cost | None) -> Iterator[str]:
         yield from table(("misses", "got", "expected", "remedy"), misses)
     yield from table(("", *(f"{role}: {layout_text(outlook.role(role))}" for role in Role)), _limits(outlook))
     yield from table(("", ""), headline(outlook).items())
+    if outlook.better:
+        yield f"<p>better layout: {escape(outlook.better)}</p>"
     yield "<h2>Memory of a GPU</h2>"
     for role in Role:
         yield from _memory_figure(outlook.role(role))

@@ -34,6 +34,9 @@ def plan_text(outlook: Outlook, cost: Cost | None) -> Iterator[str]:
     """Everything, most important first."""
     yield from summary(outlook)
     yield ""
+    if outlook.better:
+        yield f"better layout: {outlook.better}"
+        yield ""
     if cost is not None:
         yield from cost_text(cost)
         yield ""

@@ -95,6 +95,19 @@ def _solved(
                 yield layout, first.misses + second.misses, first.doubts + second.doubts
 
 
+def same_groups(request: Search, spec: KimiDeploymentSpec) -> Iterator[tuple[Layout, dict[Role, Solution]]]:
+    """The groups of a deployment, and how they are solved, by each tensorParallel with which they fit."""
+    for tensor_parallel in range(1, min(spec.role(role).gpus_per_node for role in Role) + 1):
+        shapes = {role: replace(_shape(spec, role), tensor_parallel=tensor_parallel) for role in Role}
+        if not all(divides(request.architecture, shape) for shape in shapes.values()):
+            continue
+        outcomes = {role: request.outcome(role, shape, spec.role(role).groups) for role, shape in shapes.items()}
+        solved = {role: each for role, each in outcomes.items() if isinstance(each, Solution)}
+        if len(solved) == len(outcomes):
+            prefill, decode = shapes[Role.PREFILL], shapes[Role.DECODE]
+            yield Layout(prefill, spec.prefill.groups, decode, spec.decode.groups), solved
+
+
 def _splits(request: Search, spec: KimiDeploymentSpec, role: Role) -> Iterator[tuple[GroupShape, int]]:
     """Every shape of a group that divides the role's nodes, and the number of groups."""
     stated = spec.role(role)
