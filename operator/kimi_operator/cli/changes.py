@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,17 +14,21 @@ import yaml
 from kimi_operator.api.base import dump, parse
 from kimi_operator.api.deployment import KimiDeployment, KimiDeploymentSpec, Role
 from kimi_operator.api.profile import Basis, HardwareProfile
-from kimi_operator.cli.figures import Figure
+from kimi_operator.cli.figures import Figure, factor_of, with_band
 from kimi_operator.cli.files import check_values
 from kimi_operator.cli.flags import refuse
 from kimi_operator.errors import InvalidSpec
+from kimi_operator.planner.predict import Prediction
 
 ABSENT = "-"
 WIDEST = 48
 """Longer cells push the next one to the right."""
+LEAST_FACTOR_CHANGE = 0.001
+"""Relative; smaller ones are no other measurement."""
 WHAT_IF_SOURCE = "stated by --what-if"
 SHORT = {
     "chip": ("spec.hardware.profile",),
+    "profile": ("spec.hardware.profile",),
     "maxModelLen": ("spec.model.maxModelLen",),
     "kvCache": ("spec.precision.kvCache",),
     **{
@@ -183,6 +188,24 @@ class Change:
     def is_changed(self) -> bool:
         """Whether the two differ."""
         return self.before != self.after
+
+
+def factor_notes(before: Mapping[str, Prediction], after: Mapping[str, Prediction]) -> Iterator[str]:
+    """Phases whose factor was fitted on other measurements in either plan, with both times at the factor of the first.
+
+    Else a chip of more bandwidth may look slower, by what one run of one engine took on it.
+    """
+    for phase, one in before.items():
+        other = after.get(phase)
+        if other is None or math.isclose(factor_of(one), factor_of(other), rel_tol=LEAST_FACTOR_CHANGE):
+            continue
+        rests = [re.split("(?:, borrowed|; band):", each.calibrated_on)[0] for each in (one, other)]
+        alike = other.scaled(factor_of(one) / factor_of(other), other.unit)
+        yield (
+            f"{phase}: {rests[0]} in the first plan, {rests[1]} in the second: other measurements, so part of the "
+            f"difference is theirs. With one factor, {factor_of(one):.3f}: {with_band(one)} in the first, "
+            f"{with_band(alike)} in the second"
+        )
 
 
 def changes(before: Iterable[Figure], after: Iterable[Figure]) -> list[Change]:

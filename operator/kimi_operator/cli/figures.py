@@ -262,10 +262,15 @@ def _speed(outlook: Outlook) -> Iterator[Figure]:
 
 def _calibration(key: str, prediction: Prediction) -> Figure:
     """The factor between a prediction and its terms."""
-    terms_ms = 1e3 * sum(term.seconds for term in prediction.terms)
+    terms_ms = prediction.value / factor_of(prediction)
     formula = "measured / computed time of the points that were fitted, their geometric mean"
     values = f"here {number(prediction.value)} ms / {number(terms_ms)} ms"
-    return Figure(key, f"factor {prediction.value / terms_ms:.3f}", formula, values, prediction.calibrated_on)
+    return Figure(key, f"factor {factor_of(prediction):.3f}", formula, values, prediction.calibrated_on)
+
+
+def factor_of(prediction: Prediction) -> float:
+    """By how much a time in ms is longer than its terms together."""
+    return prediction.value / (1e3 * sum(term.seconds for term in prediction.terms))
 
 
 def _predicted(key: str, prediction: Prediction, formula: str) -> Figure:

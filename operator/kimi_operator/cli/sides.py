@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from kimi_operator.cli.asking import Asked, make_plan, outlook_of
@@ -11,6 +12,7 @@ from kimi_operator.cli.changes import (
     changes,
     deployment_inputs,
     edited,
+    factor_notes,
     heading,
     markdown_table,
     named,
@@ -20,13 +22,15 @@ from kimi_operator.cli.changes import (
 from kimi_operator.cli.cost import all_figures, cost_of
 from kimi_operator.cli.document import dumped
 from kimi_operator.cli.figures import Figure
-from kimi_operator.cli.files import profiles_of
+from kimi_operator.cli.files import STANDARD_INPUT, profiles_of, read_objects
 from kimi_operator.cli.flag_documents import DEPLOYMENT_FLAGS, typed, workload_document
-from kimi_operator.cli.flags import DeploymentFlags, WorkloadFlags
+from kimi_operator.cli.flags import DeploymentFlags, WorkloadFlags, refuse
 from kimi_operator.cli.manifests import Planned, deployment_of, plan_deployment, read_documents
+from kimi_operator.cli.outlook import Outlook
 from kimi_operator.cli.views import DOES_NOT_FIT, FITS, Answer, lines
 from kimi_operator.errors import InvalidSpec, Problem
 from kimi_operator.planner import Infeasible
+from kimi_operator.planner.predict import Prediction
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +42,8 @@ class _Side:
     """Why it does not fit, or what it misses."""
     doubts: tuple[Problem, ...] = ()
     """Targets that it meets within the prediction's band alone."""
+    times: Mapping[str, Prediction] = field(default_factory=dict)
+    """By phase."""
 
     @property
     def text(self) -> str:
@@ -53,7 +59,13 @@ def _side(planned: Planned, asked: Asked, price: float | None) -> _Side:
         return _Side([], asked.problems(planned.plan.problems))
     outlook = outlook_of(planned, asked)
     cost = None if price is None else cost_of(outlook, price)
-    return _Side(all_figures(outlook, cost), outlook.misses, outlook.doubts)
+    return _Side(all_figures(outlook, cost), outlook.misses, outlook.doubts, _times(outlook))
+
+
+def _times(outlook: Outlook) -> dict[str, Prediction]:
+    speed = outlook.speed or outlook.decode_speed
+    times = {} if speed is None else {"decode, one request": speed.tpot_alone}
+    return times if outlook.speed is None else {**times, "prefill, one prompt": outlook.speed.prefill}
 
 
 def what_if(asked: Asked, edits: list[str], price: float | None, output: str) -> Answer:
@@ -76,6 +88,7 @@ def compare(
     pair: tuple[Path, Path], files: list[Path], work: WorkloadFlags, price: float | None, output: str
 ) -> Answer:
     """Both manifests under one workload, with your own profiles of `files`. Raises InvalidSpec."""
+    _check_files(files)
     sides = []
     for path in pair:
         documents = read_documents([*files, path])
@@ -86,15 +99,29 @@ def compare(
             sides.append(_side(plan_deployment(deployment, asked.profiles), asked, price))
         except InvalidSpec as error:
             raise named(error, str(path)) from error
-    return _changes((sides[0], sides[1]), (str(pair[0]), str(pair[1])), output, is_whole=True)
+    notes = ("both are the same file",) if pair[0].resolve() == pair[1].resolve() else ()
+    return _changes((sides[0], sides[1]), (str(pair[0]), str(pair[1])), output, notes, is_whole=True)
 
 
-def _changes(sides: tuple[_Side, _Side], heads: tuple[str, str], output: str, *, is_whole: bool) -> Answer:
+def _check_files(files: list[Path]) -> None:
+    """Raises InvalidSpec where beside the two manifests a third one is named, or one of them once more."""
+    for file in files:
+        # standard input can be read once
+        found = () if file == STANDARD_INPUT else read_objects(file)
+        if any(document.get("kind") == "KimiDeployment" for document in found):
+            expected = "HardwareProfiles alone beside --compare, whose two manifests are planned"
+            raise refuse("--file", f"{file} with a KimiDeployment", expected, f"leave out --file {file}")
+
+
+def _changes(
+    sides: tuple[_Side, _Side], heads: tuple[str, str], output: str, notes: tuple[str, ...] = (), *, is_whole: bool
+) -> Answer:
     """What differs, and of two whole plans the verdict; for scripts what is equal too.
 
     Figures of one side alone say nothing, so then the verdict stands alone.
     """
     before, after = sides
+    notes = (*notes, *factor_notes(before.times, after.times))
     rows = changes(before.figures, after.figures) if before.figures and after.figures else []
     verdict = Change("fits", before.text, after.text)
     # prices are there because somebody asked for them
@@ -104,10 +131,11 @@ def _changes(sides: tuple[_Side, _Side], heads: tuple[str, str], output: str, *,
     if output in ("json", "yaml"):
         shown = [*head, *(rows if is_whole else differing)]
         listed = [{"key": row.key, "before": row.before, "after": row.after} for row in shown]
-        return dumped({"before": heads[0], "after": heads[1], "changes": listed}, output), status
+        return dumped({"before": heads[0], "after": heads[1], "changes": listed, "notes": notes}, output), status
     shown, text = [*head, *differing], []
     if shown:
         text = [*(markdown_table if output == "markdown" else table)(shown, heads)]
+    text += [line for note in notes for line in ("", note)]
     if is_whole and rows:
         text += ["", f"{len(rows) - len(differing)} other figures are equal; -o json lists them"]
     return lines(text or ["nothing changes"]), status

@@ -102,7 +102,7 @@ def calibrate(setup: Setup, phase: type[DecodeLoad | PrefillLoad], samples: Iter
     mine = tuple(sample for sample in samples if isinstance(sample.load, phase))
     nearness, chosen = _nearest(setup, [sample for sample in mine if sample.use is Use.FITTED])
     held, without_chip = _held_out_errors(nearness, mine), _errors_without_chip(nearness, mine)
-    names = ", ".join(_name(sample) for sample in chosen)
+    names = ", ".join([f"{len(chosen)} point{'s' if len(chosen) > 1 else ''}", *map(_name, chosen)])
     where = {
         Nearness.OWN: "",
         Nearness.SAME_ISA: f", borrowed from another {setup.chip.isa} chip",
@@ -292,4 +292,4 @@ def _error(sample: Sample, factor: float) -> float:
 
 
 def _name(sample: Sample) -> str:
-    return f"{sample.name} ({sample.measured_s * 1e3:,.2f} ms)"
+    return f"{sample.name} ({sample.measured_s * 1e3:,.2f} ms of {sample.setup.engine.name})"

@@ -74,7 +74,7 @@ def test_the_text_shows_old_and_new_factor_and_errors_of_each_point(
     points = [line.split() for line in lines if "requests at" in line]
     assert [point[-3:] for point in points] == [["-31.3%", "+0.0%", "+0.0%"]] * 3
     assert any("kubectl patch hardwareprofile mi300x --type merge" in line for line in lines)
-    assert any(line.startswith("  before: factor 1.718 fitted on fit_mi325x_tp8_conc1") for line in lines)
+    assert any(line.startswith("  before: factor 1.718 fitted on 1 point, fit_mi325x_tp8_conc1") for line in lines)
 
 
 def test_json_holds_everything_the_text_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

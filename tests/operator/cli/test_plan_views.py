@@ -114,8 +114,9 @@ def test_compare_shows_what_differs_and_counts_the_rest(run: Run, document: Docu
     equal = {key for key, (before, after) in found.items() if before == after}
     assert {"gpus", "fits", "decode.routed experts"} <= equal, "scripts get all"
     status, out, _ = run("plan", "--compare", MI300X, MI325X)
-    head, *rows, empty, count = out.splitlines()
-    assert (status, head.split(), empty) == (0, [str(MI300X), str(MI325X)], "")
+    shown, _, count = out.strip().split("\n\n")
+    head, *rows = shown.splitlines()
+    assert (status, head.split()) == (0, [str(MI300X), str(MI325X)])
     assert [row.split("  ")[0] for row in rows] == ["fits", *(key for key in found if key not in equal)]
     assert count == f"{len(equal) - 1} other figures are equal; -o json lists them"
 
@@ -125,7 +126,47 @@ def test_compare_of_equal_plans_says_so(run: Run) -> None:
     assert status == 0
     assert [line.split()[0] for line in out.splitlines()[1:2]] == ["fits"]
     assert re.fullmatch(r"[0-9]{2} other figures are equal; -o json lists them", out.splitlines()[-1])
-    assert len(out.splitlines()) == 4
+    assert out.splitlines()[2:-1] == ["", "both are the same file", ""]
+
+
+def test_a_manifest_beside_the_two_compared_ones_is_refused(run: Run, tmp_path: Path) -> None:
+    for beside in (MI300X, MI325X):
+        status, out, err = run("plan", "--compare", MI300X, MI300X, "--file", beside)
+        assert (status, out) == (2, "")
+        assert err.startswith(f"kimictl: --file: got {beside} with a KimiDeployment, expected HardwareProfiles alone")
+        assert err.endswith(f"leave out --file {beside}\n")
+    status, _, err = run("plan", "--compare", tmp_path / "a.yaml", tmp_path / "b.yaml")
+    assert (status, err.partition(": got ")[0]) == (2, f"kimictl: {tmp_path / 'a.yaml'}")
+
+
+def factor(text: str) -> float:
+    return float(text.removeprefix("factor "))
+
+
+@pytest.mark.parametrize("chip", ["mi325x", "mi355x"])
+def test_factors_of_other_measurements_are_told_with_what_one_factor_would_give(
+    run: Run, document: Document, chip: str
+) -> None:
+    """MI325X, of more bandwidth and the same FLOPs, looks slower in prefill by what its own run took."""
+    for key in ("chip", "profile"):
+        edit = f"{key}={chip}"
+        whole = document("-f", MI300X, "--what-if", edit)
+        found, notes = changes_of(whole), {note.partition(",")[0]: note for note in whole["notes"]}
+        phases = {key.removeprefix("calibration.") for key in found if key.startswith("calibration.")}
+        assert notes.keys() == phases
+        assert all(note in run("plan", "-f", MI300X, "--what-if", edit)[1] for note in whole["notes"])
+        before, after = found["prefill"]
+        one, other = map(factor, found["calibration.prefill"])
+        said = re.search(
+            r"With one factor, ([0-9.]+): (.*) in the first, ([0-9.]+) s .* in the second", notes["prefill"]
+        )
+        assert said is not None
+        assert (float(said[1]), said[2]) == (one, before)
+        assert float(said[3]) == pytest.approx(float(after.split()[0]) * one / other, rel=0.002)
+        points = {"mi325x": "fitted on 1 point, mi325x_200k", "mi355x": "fitted on 2 points, mi300x_100k"}[chip]
+        assert "fitted on 1 point, mi300x_100k (49,400.00 ms of vllm-int4) in the first plan" in notes["prefill"]
+        assert points in notes["prefill"]
+    assert document("-f", MI300X, "--what-if", "decode.maxNumSeqs=4")["notes"] == []
 
 
 def test_compare_with_one_that_does_not_fit_exits_1(run: Run, tmp_path: Path) -> None:
@@ -141,8 +182,9 @@ def test_compare_with_one_that_does_not_fit_exits_1(run: Run, tmp_path: Path) ->
 
 def test_compare_as_markdown_is_a_table(run: Run) -> None:
     _, out, _ = run("plan", "--compare", MI300X, MI325X, "-o", "markdown")
-    *rows, _, count = out.splitlines()
-    assert {line.count("|") for line in rows} == {4}
+    table, note, count = out.strip().split("\n\n")
+    assert {line.count("|") for line in table.splitlines()} == {4}
+    assert note.startswith("prefill, one prompt: factor 1.032")
     assert "other figures are equal" in count
 
 

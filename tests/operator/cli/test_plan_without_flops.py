@@ -61,7 +61,7 @@ def test_every_form_shows_what_is_predicted_and_why_the_rest_is_not(
     assert "no predictions" not in out
     if output != "html":
         assert "handoff" in out
-        assert "fitted on fit" in out.replace("\\", "")
+        assert "fitted on 1 point, fit" in out.replace("\\", "")
 
 
 def test_prefill_is_explained_as_not_predicted_and_nothing_has_a_price(capsys: pytest.CaptureFixture[str]) -> None:
