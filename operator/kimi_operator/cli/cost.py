@@ -95,7 +95,6 @@ def cost_text(cost: Cost) -> Iterator[str]:
     for label, price in rows(cost).items():
         yield f"  {label:<34} {price_text(price)}"
     yield f"  {'binds':<34} {cost.binds}"
-    yield f"  {'calibrated on':<34} {cost.calibrated_on}"
 
 
 def rows(cost: Cost) -> dict[str, Price]:

@@ -13,6 +13,8 @@ from kimi_operator.cli.flags import refuse
 from kimi_operator.cli.glossary import GROUPS, WORDS
 
 MOST_SUGGESTIONS = 8
+LONGEST_REPEATED = 120
+"""Characters of a source that stands beside each of its figures."""
 LEAST_LIKENESS = 0.75
 """Of a typing error; less alike are words that have nothing to do with each other."""
 
@@ -53,13 +55,16 @@ def _all(known: Iterable[Figure]) -> str:
 
 
 def explanation(found: Iterable[Figure]) -> Iterator[str]:
-    """For a terminal."""
+    """For a terminal; a long source that figures share stands once."""
+    first: dict[str, str] = {}
     for figure in found:
+        told = first.setdefault(figure.source, figure.key)
+        is_again = told != figure.key and len(figure.source) > LONGEST_REPEATED
         yield f"{figure.key} = {figure.text}"
         yield f"  means    {means(figure)}"
         yield f"  formula  {figure.formula}"
         yield f"  values   {figure.values}"
-        yield f"  source   {figure.source}"
+        yield f"  source   {f'as of {told}' if is_again else figure.source}"
 
 
 def explanation_document(found: Iterable[Figure]) -> dict[str, list[dict[str, str]]]:

@@ -155,7 +155,7 @@ def pictures(outlook: Outlook, points: Sequence[ContextPoint]) -> Iterator[tuple
         yield throughput_picture(speed), f"Output tokens a second against requests at once. {words}"
         yield (
             tpot_picture(speed),
-            f"Time between two tokens against requests at once. Band: {speed.tpot.calibrated_on}.",
+            "Time between two tokens against requests at once. Band: of decode, as above.",
         )
     yield (
         context_picture(points),

@@ -1,0 +1,34 @@
+"""What a prediction is calibrated on is a long sentence: it stands once in one output, and is missing in none."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+Run = Callable[..., tuple[int, str, str]]
+EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "mi300x-2p2d.yaml"
+ONCE = {"decode": "fit_mi325x_tp8_conc1 (29.03 ms", "prefill": "mi300x_100k (49,400.00 ms"}
+
+
+@pytest.mark.parametrize("form", ["text", "markdown", "html"])
+@pytest.mark.parametrize("cost", [(), ("--cost", 2)])
+def test_a_plan_tells_it_once_a_phase(run: Run, form: str, cost: tuple[object, ...]) -> None:
+    _, out, _ = run("plan", "-f", EXAMPLE, *cost, "-o", form)
+    assert {phase: out.replace("\\", "").count(point) for phase, point in ONCE.items()} == dict.fromkeys(ONCE, 1)
+    assert len(re.findall("factor [0-9.]+ fitted on", out)) == len(ONCE)
+
+
+@pytest.mark.parametrize(("wanted", "figures"), [("cost", 5), ("TTFT", 2), ("knee", 1), ("calibrated on", 2)])
+def test_an_explanation_tells_it_once(run: Run, wanted: str, figures: int) -> None:
+    _, out, _ = run("plan", "-f", EXAMPLE, "--cost", 2, "--explain", wanted)
+    sources = re.findall("^  source   (.*)$", out, re.MULTILINE)
+    assert len(sources) == figures
+    told = [source for source in sources if not source.startswith("as of ")]
+    assert len(told) == len(set(told))
+    for source in sources:
+        if source.startswith("as of "):
+            assert f"{source.removeprefix('as of ')} = " in out.partition(source)[0]
+    assert all(out.count(point) <= 1 for point in ONCE.values())
