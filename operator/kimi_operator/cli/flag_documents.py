@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from kimi_operator.api.base import API_VERSION
+from kimi_operator.api.deployment import Role
 from kimi_operator.cli.files import read_objects
 from kimi_operator.cli.flags import DeploymentFlags, WorkloadFlags, refuse
 from kimi_operator.errors import InvalidSpec, Problem
@@ -173,11 +174,21 @@ def _nodes_per_group(flags: DeploymentFlags, num_groups: int) -> int:
     if flags.nodes_per_group is not None and flags.nodes != flags.nodes_per_group * num_groups:
         expected = f"{num_groups} groups x {flags.nodes_per_group} nodes = {flags.nodes_per_group * num_groups}"
         raise refuse("--nodes", str(flags.nodes), expected, "leave one of --nodes and --nodes-per-group out")
+    if num_groups < len(Role):
+        return max(1, each)  # a number of groups is refused by its own name
     if each < 1 or rest:
-        expected = f"a multiple of {num_groups}, the prefill and decode groups together; at least one node each"
-        remedy = "change it, --prefill-groups or --decode-groups, or let --search choose"
-        raise refuse("--nodes", str(flags.nodes), expected, remedy)
+        expected = f"a multiple of {num_groups}: prefill and decode have {num_groups} groups, equally large"
+        raise refuse("--nodes", str(flags.nodes), expected, _other_nodes(flags.nodes, num_groups))
     return each
+
+
+def _other_nodes(nodes: int, num_groups: int) -> str:
+    """What to write instead of a number of nodes that cannot be spread over the groups."""
+    if nodes < num_groups:
+        fewer = ", or lower --prefill-groups or --decode-groups" if num_groups > len(Role) else ""
+        return f"write --nodes {num_groups} or more{fewer}"
+    less = nodes // num_groups * num_groups
+    return f"write --nodes {less} or {less + num_groups}, or --search {nodes} instead, which chooses the groups"
 
 
 def workload_document(flags: WorkloadFlags, max_positions: int | None = None) -> dict[str, Any]:

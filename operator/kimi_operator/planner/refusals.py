@@ -106,7 +106,7 @@ def shortage(request: Search) -> Problem | None:
     if nodes <= request.num_nodes:
         return None
     expected = f"at least {nodes}: one prefill group of {shapes[0]} and one decode group of {shapes[1]}"
-    return Problem("nodes", str(request.num_nodes), expected, f"add {nodes - request.num_nodes}")
+    return Problem("nodes", str(request.num_nodes), expected, f"raise it to {nodes}")
 
 
 def _least(request: Search, tensor_parallel: int) -> tuple[int, tuple[GroupShape, GroupShape]] | None:

@@ -65,12 +65,8 @@ def search(request: Search) -> SearchResult:
     Raises InvalidSpec when the number of nodes, maxModelLen or the workload's lengths are out of range.
     """
     a = request.architecture
-    problems = (
-        *_check_nodes(request.num_nodes),
-        *check_longest(a, request.max_model_len),
-        *check_lengths(request.workload, a.max_positions),
-    )
-    if problems:
+    lengths = (*check_longest(a, request.max_model_len), *check_lengths(request.workload, a.max_positions))
+    if problems := (*_check_nodes(request, are_lengths_wrong=bool(lengths)), *lengths):
         raise InvalidSpec(problems)
     objective = "requests of the workload that decode can run at once" if request.throughput is None else "throughput"
     objective = f"targets met, then {objective}, then fewest nodes"
@@ -80,12 +76,15 @@ def search(request: Search) -> SearchResult:
     return SearchResult(objective, tuple(ranked), tuple(refusals(request)), shortage(request))
 
 
-def _check_nodes(num_nodes: int) -> Iterator[Problem]:
-    expected = "at least 2: prefill and decode stand on separate nodes"
+def _check_nodes(request: Search, *, are_lengths_wrong: bool) -> Iterator[Problem]:
+    num_nodes = request.num_nodes
     if num_nodes < 1:
-        yield Problem("nodes", str(num_nodes), expected, "raise it")
+        separate = "at least 2: prefill and decode stand on separate nodes"
+        anything = Problem("nodes", str(num_nodes), separate, "raise it to 2 or more")
+        yield anything if are_lengths_wrong else shortage(request) or anything
     if num_nodes > MAX_NODES:
-        yield Problem("nodes", f"{num_nodes:,}", f"at most {MAX_NODES}", "plan fewer nodes, and repeat the layout")
+        remedy = f"lower it to {MAX_NODES} or less, and repeat the layout"
+        yield Problem("nodes", f"{num_nodes:,}", f"at most {MAX_NODES}", remedy)
 
 
 def _rank(candidate: Candidate) -> tuple[float, ...]:

@@ -248,7 +248,7 @@ LENGTHS = ("--prompt-tokens", "2048", "--output-tokens", "128")
         ((*CHIP, "--cost", "0"), "--cost: got 0, expected a price of a GPU-hour from 1e-06 to 1,000,000"),
         ((*CHIP, "--cost", "nan"), "--cost: got nan, expected a price of a GPU-hour from 1e-06 to 1,000,000"),
         ((*CHIP, "--cost", "-2"), "--cost: got -2, expected a price of a GPU-hour from 1e-06 to 1,000,000"),
-        ((*CHIP, "--search", "0"), "--search: got 0, expected at least 2"),
+        ((*CHIP, "--search", "0"), "--search: got 0, expected at least 4"),
         ((*CHIP, "--search", "65"), "--search: got 65, expected at most 64"),
         ((*CHIP, "--nodes", "4", "--search", "4"), "--nodes: got a flag of one layout, expected --chip, --arch"),
         ((*CHIP, "--check", "--search", "4"), "--search: got --search and --check at once, expected one of them"),

@@ -88,7 +88,7 @@ def test_eight_gpus_of_192_gb_are_refused_with_the_sums(memory: int) -> None:
         assert "nearest layout that fits: 2 x 8 GPUs" in refusal.problem.remedy
     assert result.shortage is not None
     assert result.shortage.expected.startswith("at least 4: one prefill group of 2 x 8 GPUs")
-    assert result.shortage.remedy == "add 2"
+    assert result.shortage.remedy == "raise it to 4"
 
 
 def test_ranks_that_do_not_divide_the_experts_are_refused() -> None:
@@ -161,7 +161,12 @@ def test_layouts_that_meet_the_targets_come_before_larger_ones_that_do_not() -> 
 
 
 @pytest.mark.parametrize(
-    ("num_nodes", "said"), [(0, "nodes: got 0, expected at least 2"), (65, "nodes: got 65, expected at most 64")]
+    ("num_nodes", "said"),
+    [
+        (0, "nodes: got 0, expected at least 4: one prefill group .*; raise it to 4"),
+        (-1, "nodes: got -1, expected at least 4"),
+        (65, "nodes: got 65, expected at most 64"),
+    ],
 )
 def test_numbers_of_nodes_out_of_range(num_nodes: int, said: str) -> None:
     with pytest.raises(InvalidSpec, match=said):

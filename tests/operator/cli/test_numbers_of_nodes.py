@@ -1,0 +1,67 @@
+"""Numbers of nodes that cannot be, in flags: named as they were typed, with a number that can be."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+MI300X = Path(__file__).resolve().parents[3] / "examples" / "mi300x-2p2d.yaml"
+CHIP = ("--chip", "mi300x")
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected", "remedy"),
+    [
+        ((0,), "a multiple of 2", "write --nodes 2 or more"),
+        ((1,), "a multiple of 2", "write --nodes 2 or more"),
+        ((-4,), "a multiple of 2", "write --nodes 2 or more"),
+        ((3,), "a multiple of 2", "write --nodes 2 or 4, or --search 3 instead, which chooses the groups"),
+        ((5, "--prefill-groups", 2), "a multiple of 3", "write --nodes 3 or 6, or --search 5 instead"),
+        ((1, "--prefill-groups", 3), "a multiple of 4", "write --nodes 4 or more, or lower --prefill-groups or "),
+    ],
+)
+def test_nodes_that_cannot_be_spread_say_which_can(
+    run: Run, flags: tuple[object, ...], expected: str, remedy: str
+) -> None:
+    status, out, err = run("plan", *CHIP, "--nodes", *flags)
+    assert (status, out) == (2, "")
+    assert err.startswith(f"kimictl: --nodes: got {flags[0]}, expected {expected}: prefill and decode have ")
+    assert f"equally large; {remedy}" in err
+
+
+@pytest.mark.parametrize("nodes", [0, 3, 4])
+def test_a_number_of_groups_is_refused_by_its_own_name(run: Run, nodes: int) -> None:
+    status, _, err = run("plan", *CHIP, "--nodes", nodes, "--prefill-groups", 0)
+    assert status == 2
+    assert err.startswith("kimictl: --prefill-groups: got 0, expected greater than or equal to 1")
+
+
+@pytest.mark.parametrize("start", [CHIP, ("-f", MI300X)])
+@pytest.mark.parametrize(("nodes", "status"), [(-1, 2), (0, 2), (1, 1), (3, 1)])
+def test_a_search_of_too_few_nodes_says_how_many_it_needs(
+    run: Run, start: tuple[object, ...], nodes: int, status: int
+) -> None:
+    got, out, err = run("plan", *start, "--search", nodes)
+    assert got == status
+    told = " ".join((out + err).split())
+    assert re.search(rf"--search:? got {nodes},? expected at least 4: one prefill group of 2 x 8 GPUs", told)
+    assert re.search(r"decode group of 2 x 8 GPUs with tensorParallel 2;?( remedy)? raise it to 4", told)
+    assert run("plan", *start, "--search", 4)[0] == 0
+
+
+def test_too_many_nodes_and_lengths_that_cannot_be_are_told_together(run: Run) -> None:
+    status, _, err = run("plan", *CHIP, "--search", 65)
+    assert (status, err) == (
+        2,
+        "kimictl: --search: got 65, expected at most 64; lower it to 64 or less, and repeat the layout\n",
+    )
+    lengths = ("--prompt-tokens", 2_000_000, "--output-tokens", 5)
+    status, _, err = run("plan", *CHIP, "--search", 0, *lengths)
+    nodes, prompt = err.splitlines()
+    expected = "at least 2: prefill and decode stand on separate nodes"
+    assert nodes == f"kimictl: --search: got 0, expected {expected}; raise it to 2 or more"
+    assert prompt.startswith("kimictl: --prompt-tokens: got 2,000,000 tokens")
