@@ -30,8 +30,8 @@ VIEWS: dict[str, tuple[tuple[object, ...], int, tuple[str, ...]]] = {
     "a search without a layout": (("plan", *MI300X, "--search", 2), 1, FORMS),
     "replay": (("replay", *MI300X, "--agents", 1, "--turns", 2), 0, FORMS),
     "a replay that does not fit": (("replay", *MI300X, "--nodes", 2), 1, FORMS),
-    "profile list": (("profile", "list"), 0, THREE),
-    "profile show": (("profile", "show", "mi308x"), 0, THREE),
+    "profile list": (("profile", "list"), 0, FOUR),
+    "profile show": (("profile", "show", "mi308x"), 0, FOUR),
     "profile calibrate": (("profile", "calibrate", "RUN"), 0, THREE),
 }
 
