@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kimi_operator.api.deployment import Role
-from kimi_operator.cli.figures import with_band
+from kimi_operator.cli.figures import number, with_band
 from kimi_operator.cli.outlook import shape_of
 from kimi_operator.cli.replayed import Outcome
 from kimi_operator.cli.sessions import AskedSessions
@@ -52,8 +52,11 @@ def summary_rows(outcome: Outcome) -> Iterator[tuple[str, str]]:
     yield "TPOT", _percentiles(*(outcome.banded(of, "ms") for of in TPOT))
     for met in outcome.targets:
         bounds = f"{met.low:.0%} to {met.high:.0%}"
-        yield f"{met.name} target", f"{met.target_s:g} s, met by {met.share:.0%} of turns ({bounds})"
-    yield "duration", f"{_banded(outcome.banded(lambda s: s.duration_s, 's'))} for {value.turns:,} turns"
+        target = f"{met.target_s * 1e3:g} ms" if met.target_s < 1 else f"{met.target_s:g} s"
+        yield f"{met.name} target", f"{target}, met by {met.share:.0%} of turns ({bounds})"
+    lasted = f"{_banded(outcome.banded(lambda s: s.duration_s, 's'))} for {value.turns:,} turns"
+    rates = [number(each / value.duration_s) for each in (value.turns, value.output_tokens)]
+    yield "duration", f"{lasted}, {rates[0]} a second; answers {value.output_tokens:,} tokens, {rates[1]} a second"
     computed = f"computes {value.computed_tokens:,} of {value.prompt_tokens:,} prompt tokens"
     yield "prefill", f"{value.prefill_busy:.0%} busy; {computed}"
     again = _share(value.recomputed_tokens, value.computed_tokens)

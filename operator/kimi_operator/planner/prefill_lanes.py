@@ -37,7 +37,7 @@ class PrefillLane:
     @property
     def num_waiting(self) -> int:
         """Prompts that wait for another one; who is first waits for the end of a step at most."""
-        return len(self.prompts) - max(1, self.begun) if self.prompts else 0
+        return max(0, len(self.prompts) - (self.begun or 1))
 
     def send(self, tokens: int) -> None:
         """A prompt with so many tokens to compute will come here."""
@@ -76,30 +76,26 @@ class PrefillGroup:
     """Lanes that step together."""
 
     lanes: Sequence[PrefillLane]
-    is_stepping: bool = False
+    busy_lanes: int = 0
+    """Lanes that the step under way computes something on; 0 between two steps."""
 
     @property
     def has_work(self) -> bool:
         """Whether a step would compute anything."""
         return any(lane.prompts for lane in self.lanes)
 
-    @property
-    def busy_lanes(self) -> int:
-        """Lanes that the step under way computes something on."""
-        return sum(lane.share > 0 for lane in self.lanes)
-
     def begin(self, service: Service, now_s: float) -> float:
         """Begin a step; returns how long it takes."""
-        self.is_stepping = True
         before = [lane.begin(service, now_s) for lane in self.lanes]
         # the experts' work is that of all tokens: of as many lanes as would have them in shares of this one's size
         total = sum(lane.share for lane in self.lanes)
         shares = [(lane.share, tokens) for lane, tokens in zip(self.lanes, before, strict=True) if lane.share]
+        self.busy_lanes = len(shares)
         return max(service.prefill_step_s(share, tokens, ceil_div(total, share)) for share, tokens in shares)
 
     def finish(self) -> list[Served]:
         """The step is over; returns the prompts that are whole with it."""
-        self.is_stepping = False
+        self.busy_lanes = 0
         return [turn for lane in self.lanes for turn in lane.finish()]
 
 

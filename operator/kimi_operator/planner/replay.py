@@ -127,7 +127,7 @@ class _State:
     def compute(self, now_s: float) -> None:
         """Begin a step of each group of prefill that has work and is not in one."""
         for group in self.prefill_groups:
-            if not group.is_stepping and group.has_work:
+            if not group.busy_lanes and group.has_work:
                 self.at(now_s + group.begin(self.service, now_s), partial(self.computed, group))
 
     def computed(self, group: PrefillGroup, now_s: float) -> None:
@@ -197,7 +197,7 @@ class _State:
     def note(self, now_s: float) -> None:
         """Keep the level, if it is a new one. Of several at one moment only the last has lasted."""
         waiting = [0] * len(Cause)
-        waiting[_PREFILL] = sum(lane.num_waiting for lane in self.prefill_lanes)
+        waiting[_PREFILL] = sum(lane.num_waiting for lane in self.prefill_lanes if lane.prompts)
         busy = sum(group.busy_lanes for group in self.prefill_groups)
         is_prefill_short = waiting[_PREFILL] > 0
         for lane in self.lanes:

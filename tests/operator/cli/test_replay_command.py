@@ -15,7 +15,7 @@ import yaml
 from kimi_operator.api.base import dump
 from kimi_operator.api.deployment import Role
 from kimi_operator.cli.asking import asked_for, make_plan
-from kimi_operator.cli.figures import with_band
+from kimi_operator.cli.figures import number, with_band
 from kimi_operator.cli.flags import DeploymentFlags, WorkloadFlags
 from kimi_operator.cli.replayed import paces, replay_on, sides_of
 from kimi_operator.cli.session_flags import SessionFlags
@@ -282,11 +282,13 @@ def test_text_and_json_say_the_same(run: Run, document: Document) -> None:
     status, out, err = run("replay", *MI300X, *AGENTS)
     assert (status, err) == (0, "")
     summary, cache = found["summary"], found["prefix_cache"]
+    lasted_s = found["duration"]["value"]
     for expected in (
         f"{summary['binds']}; longest wait {summary['memory_wait_s']:,.1f} s",
         f"{shown(found['ttft']['p50'])} at the median, {shown(found['ttft']['p95'])} at p95",
         f"{shown(found['tpot']['p50'])} at the median, {shown(found['tpot']['p95'])} at p95",
-        f"{shown(found['duration'])} for {summary['turns']:,} turns",
+        f"{shown(found['duration'])} for {summary['turns']:,} turns, {number(summary['turns'] / lasted_s)} a second; "
+        f"answers {summary['output_tokens']:,} tokens, {number(summary['output_tokens'] / lasted_s)} a second",
         f"{summary['computed_tokens']:,} of {summary['prompt_tokens']:,} prompt tokens",
         f"{summary['recomputed_tokens']:,} tokens that an earlier turn had",
         f"{summary['pages_peak']:,} of {found['service']['num_pages']:,} KV pages",

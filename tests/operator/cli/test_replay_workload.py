@@ -143,7 +143,7 @@ def test_the_share_of_turns_within_a_target(run: Run, manifest: Manifest) -> Non
     assert (tpot["name"], tpot["share"], tpot["low"], tpot["high"]) == ("TPOT", 0, 0, 0)
     text = run("replay", "-f", file, *SMALL)[1]
     assert f"TTFT target      {ttft['target_s']:g} s, met by 50% of turns ({ttft['low']:.0%} to" in text
-    assert "TPOT target      0.001 s, met by 0% of turns (0% to 0%)" in text
+    assert "TPOT target      1 ms, met by 0% of turns (0% to 0%)" in text
 
 
 def test_a_tail_that_the_deployment_ends_is_cut_and_not_refused(run: Run, manifest: Manifest) -> None:
