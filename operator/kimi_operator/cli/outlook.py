@@ -15,6 +15,7 @@ from kimi_operator.errors import InvalidSpec, Problem
 from kimi_operator.planner import MemoryLine, Plan, RolePlan
 from kimi_operator.planner.budget import Budget, PagePool
 from kimi_operator.planner.case import Case, Solution, Stretch, Timing
+from kimi_operator.planner.demand import reuse_warnings
 from kimi_operator.planner.memory import GroupShape
 from kimi_operator.planner.objective import Forecast, mean_request
 from kimi_operator.planner.predict import (
@@ -194,10 +195,11 @@ def look_ahead(planned: Planned, stated: Workload | None, *, is_assumed: bool | 
     waits = () if forecast is None or speed is None else _waits(served, speed, forecast, roles[Role.PREFILL])
     decode_speed = _decode_speed(planned, plan, roles, served) if forecast is None and not too_long else None
     unsure = rates_warning(planned.profile) if speed or decode_speed else None
+    said = (*plan.warnings, *reuse_warnings(served), *([unsure] if unsure else ()))
     misses = too_long or tuple(dict.fromkeys([*(miss for role in roles.values() for miss in _misses(role)), *waits]))
     return Outlook(
         planned=planned,
-        plan=replace(plan, warnings=(*plan.warnings, unsure)) if unsure else plan,
+        plan=replace(plan, warnings=tuple(dict.fromkeys(said))),
         workload=served,
         is_assumed=stated is None if is_assumed is None else is_assumed,
         prefill=roles[Role.PREFILL],

@@ -48,14 +48,24 @@ def read_demand(s: Settings, speed: Speed | None) -> Demand | None:
     if problems := check_lengths(workload, s.architecture.max_positions, FIELD):
         raise InvalidSpec(problems)
     workload = workload.within(longest_of(s))
+    warnings = tuple(reuse_warnings(workload))
     if workload.ttft_s is None and workload.tpot_s is None:
-        return Demand(workload, None)
+        return Demand(workload, None, warnings)
     if speed is None:
-        return Demand(workload, None, (f"{FIELD}.targets are left aside: nothing predicts times here",))
+        return Demand(workload, None, (*warnings, f"{FIELD}.targets are left aside: nothing predicts times here"))
     try:
-        return Demand(workload, speed(s.kv_dtype, workload))
+        return Demand(workload, speed(s.kv_dtype, workload), warnings)
     except InvalidSpec as error:
-        return Demand(workload, None, (f"{FIELD}.targets are left aside: {error}",))
+        return Demand(workload, None, (*warnings, f"{FIELD}.targets are left aside: {error}"))
+
+
+def reuse_warnings(workload: Workload) -> Iterator[str]:
+    """That times with reuse are of an engine that keeps prompts, which the bundled worker does not."""
+    if workload.reuse:
+        yield (
+            "the bundled worker keeps no prefix cache and computes whole prompts: prefill, TTFT and throughput look "
+            f"better than it gives with the stated reuse of {float(workload.reuse):.0%}; state 0 to see its own"
+        )
 
 
 def holding(s: Settings, workload: Workload) -> Settings:

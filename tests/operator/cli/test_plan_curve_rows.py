@@ -58,7 +58,9 @@ def test_a_knee_above_the_capacity_says_how_many_decode_runs(run: Run, name: str
 
 
 def test_a_knee_above_the_capacity_exists(run: Run) -> None:
-    assert "knee at 50, of which decode runs 48" in run("plan", *PLANS["stated"])[1]
+    found = re.search(r"knee at (\d+), of which decode runs 48\b", run("plan", *PLANS["stated"])[1])
+    assert found is not None
+    assert int(found[1]) > 48
 
 
 def test_output_follows_from_the_rule_above_the_table(run: Run) -> None:

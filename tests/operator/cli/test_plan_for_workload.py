@@ -88,3 +88,10 @@ def test_the_example_with_a_workload_is_planned_for_it(run: Run) -> None:
     # 48 over 8 lanes
     assert (document["workload"]["concurrency"], document["decode"]["max_num_seqs"]) == (48, 6)
     assert document["speed"]["tpot"]["value"] < 1e3 * document["workload"]["targets"]["tpot_seconds"]
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_reuse_is_warned_of_once(run: Run, manifest: Callable[..., Path], form: str) -> None:
+    in_manifest = run("plan", "-f", manifest(reuse=0.5), "-o", form)[1]
+    by_flag = run("plan", "-f", MANIFEST, "--reuse", 0.5, "-o", form)[1]
+    assert [out.count("keeps no prefix cache") for out in (in_manifest, by_flag)] == [1, 1]

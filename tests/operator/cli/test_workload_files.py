@@ -71,8 +71,9 @@ def test_a_manifests_own_workload_is_not_blamed_on_a_file(run: Run, tmp_path: Pa
     file = tmp_path / "load.yaml"
     file.write_text(yaml.safe_dump(LENGTHS), encoding="utf-8")
     _, out, _ = run("plan", "-f", own, "--workload", file)
-    assert "warning: spec.workload.targets.tpotSeconds" in out
-    assert str(file) not in out
+    warnings = [line for line in out.splitlines() if line.startswith("warning: ")]
+    assert any(line.startswith("warning: spec.workload.targets.tpotSeconds") for line in warnings)
+    assert not any(str(file) in line for line in warnings)
     manifest["spec"]["workload"] |= {"concurrency": None, "requestsPerSecond": 2, "targets": {}}
     own.write_text(yaml.safe_dump(manifest), encoding="utf-8")
     status, _, err = run("plan", "-f", own, "--workload", file)

@@ -379,3 +379,10 @@ def test_longer_requests_never_run_more_and_more_load_never_fewer(
         return plan({"prompt": {"fixed": tokens}, "concurrency": load}).decode.max_num_seqs
 
     assert seqs(prompt + longer, concurrency) <= seqs(prompt, concurrency) <= seqs(prompt, concurrency + more)
+
+
+def test_a_plan_tells_that_no_prompt_is_kept() -> None:
+    (told,) = (each for each in plan({"reuse": 0.5}).warnings if "prefix cache" in each)
+    assert "computes whole prompts" in told
+    assert "50%" in told
+    assert not any("prefix cache" in each for each in plan({}).warnings)
