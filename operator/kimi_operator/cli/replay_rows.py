@@ -58,7 +58,8 @@ def summary_rows(outcome: Outcome) -> Iterator[tuple[str, str]]:
     rates = [number(each / value.duration_s) for each in (value.turns, value.output_tokens)]
     yield "duration", f"{lasted}, {rates[0]} a second; answers {value.output_tokens:,} tokens, {rates[1]} a second"
     computed = f"computes {value.computed_tokens:,} of {value.prompt_tokens:,} prompt tokens"
-    yield "prefill", f"{value.prefill_busy:.0%} busy; {computed}"
+    lockstep = f"{value.prefill_lockstep:.0%} of that behind the slowest lane of a group"
+    yield "prefill", f"{value.prefill_busy:.0%} busy, {lockstep}; {computed}"
     again = _share(value.recomputed_tokens, value.computed_tokens)
     yield "recomputed", f"{value.recomputed_tokens:,} tokens that an earlier turn had: {again} of the computed"
     lanes, pages = lanes_of(service), lanes_of(service) * service.lane.num_pages

@@ -78,6 +78,8 @@ class PrefillGroup:
     lanes: Sequence[PrefillLane]
     busy_lanes: int = 0
     """Lanes that the step under way computes something on; 0 between two steps."""
+    lockstep_s: float = 0.0
+    """Time that such lanes have been done before the slowest, summed over steps and lanes."""
 
     @property
     def has_work(self) -> bool:
@@ -91,7 +93,9 @@ class PrefillGroup:
         total = sum(lane.share for lane in self.lanes)
         shares = [(lane.share, tokens) for lane, tokens in zip(self.lanes, before, strict=True) if lane.share]
         self.busy_lanes = len(shares)
-        return max(service.prefill_step_s(share, tokens, ceil_div(total, share)) for share, tokens in shares)
+        each_s = [service.prefill_step_s(share, tokens, ceil_div(total, share)) for share, tokens in shares]
+        self.lockstep_s += sum(max(each_s) - own_s for own_s in each_s)
+        return max(each_s)
 
     def finish(self) -> list[Served]:
         """The step is over; returns the prompts that are whole with it."""

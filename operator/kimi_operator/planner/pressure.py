@@ -48,6 +48,8 @@ class Summary:
     prompt_tokens: int
     output_tokens: int
     prefill_busy: float
+    prefill_lockstep: float
+    """Share of that time in which lanes were done and waited for the slowest of their group."""
     pages_peak: int
     held_peak: int
     ttft_p50_s: float | None
@@ -83,6 +85,7 @@ def summarise(replayed: Replayed, service: Service) -> Summary:
         prompt_tokens=whole.prompt_tokens,
         output_tokens=sum(turn.output_tokens for turn in turns),
         prefill_busy=_share(whole.busy_s, duration_s * service.all_prefill_lanes),
+        prefill_lockstep=_share(replayed.lockstep_s, whole.busy_s),
         pages_peak=whole.pages_peak,
         held_peak=whole.held_peak,
         memory_wait_s=max((turn.admitted_s - turn.asked_s for turn in turns), default=0.0),

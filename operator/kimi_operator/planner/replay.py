@@ -241,4 +241,5 @@ def replay(sessions: Sequence[Session], service: Service, ended: Callable[[], No
         state.compute(now_s)
         state.note(now_s)
     assert not any(lane.load for lane in lanes), "all that was asked has ended"
-    return Replayed(tuple(sorted(state.served, key=lambda s: (s.asked_s, s.session))), tuple(state.levels), state.cut)
+    turns = tuple(sorted(state.served, key=lambda s: (s.asked_s, s.session)))
+    return Replayed(turns, tuple(state.levels), state.cut, sum(group.lockstep_s for group in prefill_groups))

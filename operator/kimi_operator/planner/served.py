@@ -67,3 +67,5 @@ class Replayed:
     levels: tuple[Level, ...]
     cut_sessions: int
     """Sessions that ended because the next turn would have been longer than `max_context`, or than a lane's pages."""
+    lockstep_s: float
+    """Time that lanes of prefill waited for the slowest of their group, who had computed too, summed over lanes."""

@@ -289,7 +289,8 @@ def test_text_and_json_say_the_same(run: Run, document: Document) -> None:
         f"{shown(found['tpot']['p50'])} at the median, {shown(found['tpot']['p95'])} at p95",
         f"{shown(found['duration'])} for {summary['turns']:,} turns, {number(summary['turns'] / lasted_s)} a second; "
         f"answers {summary['output_tokens']:,} tokens, {number(summary['output_tokens'] / lasted_s)} a second",
-        f"{summary['computed_tokens']:,} of {summary['prompt_tokens']:,} prompt tokens",
+        f"{summary['prefill_lockstep']:.0%} of that behind the slowest lane of a group; "
+        f"computes {summary['computed_tokens']:,} of {summary['prompt_tokens']:,} prompt tokens",
         f"{summary['recomputed_tokens']:,} tokens that an earlier turn had",
         f"{summary['pages_peak']:,} of {found['service']['num_pages']:,} KV pages",
         f"{cache['wanted_pages']:,} of prefill's {cache['num_pages']:,} pages",

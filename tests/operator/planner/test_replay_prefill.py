@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
 from kimi_operator.planner.agents import Session, Turn
+from kimi_operator.planner.pressure import summarise
 from kimi_operator.planner.replay import replay
 from kimi_operator.planner.service import Service
 from replay_services import FLAT, changed
@@ -33,6 +35,16 @@ def test_lanes_of_a_group_step_together_as_long_as_the_slowest() -> None:
     assert prefilled(CHUNKS, (0, 100), (0, 50)) == [(0, 0, 2.5), (1, 0, 2.5)]
     apart = changed(CHUNKS, prefill_lanes=1, prefill_groups=2)
     assert prefilled(apart, (0, 200), (0, 100)) == [(0, 0, 2.1), (1, 0, 1)]
+
+
+def test_what_lanes_wait_for_the_slowest_is_a_share_of_their_time() -> None:
+    """Two lanes for 2.5 s, where 100 tokens beside 50 would take 2 s; then the first alone, 50 tokens behind 100."""
+    sessions = [Session(0, (Turn(tokens, 1, 0.0),)) for tokens in (150, 50)]
+    replayed = replay(sessions, CHUNKS)
+    assert replayed.lockstep_s == pytest.approx(0.5)
+    summary = summarise(replayed, CHUNKS)
+    assert (summary.duration_s, summary.prefill_lockstep) == pytest.approx((2.5 + 0.6, 0.5 / (2 * 2.5 + 0.6)))
+    assert summarise(replay(sessions[:1], CHUNKS), CHUNKS).prefill_lockstep == 0
 
 
 def test_what_comes_during_a_step_waits_for_its_end() -> None:
