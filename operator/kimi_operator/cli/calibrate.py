@@ -23,6 +23,7 @@ from kimi_operator.cli.results import Results, read_results
 from kimi_operator.errors import InvalidSpec, Problem
 from kimi_operator.planner.fit import Change, Sample, Use, refit
 from kimi_operator.planner.roofline import DecodeLoad, PrefillLoad, Setup, Split
+from kimi_operator.planner.units import counted
 from kimi_operator.profiles import architecture as built_in_architecture
 from kimi_operator.profiles.measurements import (
     MODEL,
@@ -162,7 +163,7 @@ def _calibrate(results: Results, profiles: Mapping[str, HardwareProfile], where:
 def _samples(results: Results, setup: Setup) -> dict[str, list[Sample]]:
     decode = [
         Sample(
-            name=f"{point.concurrency} requests at {point.context_tokens:,} tokens",
+            name=f"{counted(point.concurrency, 'request')} at {counted(point.context_tokens, 'token')}",
             setup=setup,
             load=DecodeLoad(-(-point.concurrency // results.groups), point.context_tokens),
             measured_s=point.tpot_ms / 1e3,
@@ -172,7 +173,7 @@ def _samples(results: Results, setup: Setup) -> dict[str, list[Sample]]:
         for point in results.decode
     ]
     prefill = [
-        Sample(f"{p.prompt_tokens:,} tokens", setup, PrefillLoad(p.prompt_tokens), p.seconds, Use.FITTED, "")
+        Sample(counted(p.prompt_tokens, "token"), setup, PrefillLoad(p.prompt_tokens), p.seconds, Use.FITTED, "")
         for p in results.prefill
     ]
     return {"decode": decode, "prefill": prefill}

@@ -19,6 +19,7 @@ from kimi_operator.cli.files import check_values
 from kimi_operator.cli.flags import refuse
 from kimi_operator.errors import InvalidSpec
 from kimi_operator.planner.predict import Prediction
+from kimi_operator.planner.units import counted
 
 ABSENT = "-"
 WIDEST = 48
@@ -117,8 +118,7 @@ def _with_nodes(inputs: Inputs, nodes: object) -> Inputs:
 
 
 def _of_a_group(spec: KimiDeploymentSpec, role: Role) -> str:
-    nodes = spec.role(role).nodes_per_group
-    return f"{nodes} node" + ("s" if nodes > 1 else "")
+    return counted(spec.role(role).nodes_per_group, "node")
 
 
 def nodes_of(spec: KimiDeploymentSpec) -> dict[Role, int]:

@@ -12,7 +12,7 @@ from kimi_operator.planner import MemoryLine
 from kimi_operator.planner.case import Solution
 from kimi_operator.planner.memory import ITEMSIZE
 from kimi_operator.planner.predict import Prediction
-from kimi_operator.planner.units import bytes_text
+from kimi_operator.planner.units import binding, bytes_text, counted
 
 NOT_PREDICTED = "not predicted"
 _RESERVE_FIELDS = {
@@ -69,7 +69,7 @@ def _layout(outlook: Outlook, each: RoleOutlook) -> Iterator[Figure]:
     values = f"{shape.nodes} x {shape.gpus_per_node}"
     source = f"{spec}.nodesPerGroup, .gpusPerNode"
     yield Figure(f"{name}.ranks", f"{each.plan.ranks}", "nodesPerGroup x gpusPerNode", values, source)
-    values = f"{each.plan.ranks} / {shape.tensor_parallel} x {each.groups} groups"
+    values = f"{each.plan.ranks} / {shape.tensor_parallel} x {counted(each.groups, 'group')}"
     yield Figure(f"{name}.lanes", f"{each.lanes}", "ranks / tensorParallel x groups", values, f"{spec}.tensorParallel")
     values = f"{a.num_experts} / {each.plan.ranks}"
     yield Figure(f"{name}.expertsPerRank", f"{each.plan.experts_per_rank}", "experts / ranks", values, f"{a.name}")
@@ -119,7 +119,7 @@ def _max_num_seqs(outlook: Outlook, each: RoleOutlook) -> Figure:
     return Figure(
         f"{plan.role}.maxNumSeqs", f"{plan.max_num_seqs:,}",
         "the most, up to limits.maxNumSeqs, whose slots and limits.contextTokensPerSeq each fit what is free",
-        f"up to {limits.max_num_seqs}, {limits.context_tokens_per_seq:,} tokens each",
+        f"up to {limits.max_num_seqs}, {counted(limits.context_tokens_per_seq, 'token')} each",
         f"profile {outlook.plan.profile}: {outlook.planned.profile.spec.source('limits.maxNumSeqs')}",
     )  # fmt: skip
 
@@ -249,14 +249,13 @@ def _speed(outlook: Outlook) -> Iterator[Figure]:
     yield _predicted("prefillBusy", speed.prefill_busy, busy)
     yield _calibration("calibration.prefill", speed.prefill)
     at, rate = speed.at, speed.at.tokens_per_second
-    values = f"at {at.concurrency:,} at once; {at.binds} binds"
+    values = f"at {at.concurrency:,} at once; {binding(at.binds)}"
     yield Figure("throughput", with_band(rate), bound, values, rate.calibrated_on)
     running = f"decode has room for {speed.capacity:,}, TPOT is for {at.running:,} in decode"
     stated = "stated, else as many as decode runs at once"
     yield Figure("concurrency", f"{at.concurrency:,}", stated, running, "the workload")
-    values = (
-        f"{with_band(speed.knee.tokens_per_second)}; {speed.knee.binds} binds; decode has room for {speed.capacity:,}"
-    )
+    rate_there = f"{with_band(speed.knee.tokens_per_second)}; {binding(speed.knee.binds)}"
+    values = f"{rate_there}; decode has room for {speed.capacity:,}"
     yield Figure("knee", f"{speed.knee.concurrency:,} at once", bend, values, rate.calibrated_on)
 
 

@@ -86,7 +86,7 @@ _NUMBER = re.compile(r"[0-9.,e+-]+( s)?")
 _OF_A_GROUP = {"--nodes-per-group", "spec.prefill", "spec.decode"}
 _BOUND = re.compile(r"(than or equal to) ([0-9]+)")
 _LIST = re.compile(r"\[([0-9]+(?:, [0-9]+)*)\]")
-_NEAREST = re.compile(r"([0-9]+) x [0-9]+ GPUs with tensorParallel ([0-9]+)$")
+_NEAREST = re.compile(r"([0-9]+) x [0-9]+ GPUs? with tensorParallel ([0-9]+)$")
 NOTHING_TYPED = Typed()
 
 

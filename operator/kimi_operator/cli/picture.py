@@ -14,7 +14,7 @@ from kimi_operator.cli.figures import number, with_band
 from kimi_operator.cli.outlook import ContextPoint, Outlook, RoleOutlook, Speed
 from kimi_operator.cli.text import segments
 from kimi_operator.planner.predict import CurvePoint, Prediction
-from kimi_operator.planner.units import bytes_text
+from kimi_operator.planner.units import binding, bytes_text, counted
 
 WIDTH, HEIGHT = 720, 320
 LEFT, RIGHT, TOP, BOTTOM = 76, 44, 16, 52
@@ -111,7 +111,7 @@ def _curve(title: str, speed: Speed, of: Callable[[CurvePoint], Prediction], lab
         _line([(x.at(point.concurrency), y.at(of(point).value)) for point in points], "value"),
     ]
     for point in points:
-        text = f"{point.concurrency:,} at once: {with_band(of(point))}; {point.binds} binds"
+        text = f"{point.concurrency:,} at once: {with_band(of(point))}; {binding(point.binds)}"
         parts.append(_dot(x.at(point.concurrency), y.at(of(point).value), 2.5, "value", text))
     for name, point in (("knee", speed.knee), ("asked", speed.at)):
         at = x.at(point.concurrency)
@@ -142,7 +142,8 @@ def context_picture(points: Sequence[ContextPoint]) -> str:
     for name, pairs in (("cut", cut), ("value", planned)):
         parts.append(_line([(x.at(tokens), y.at(count)) for tokens, count in pairs if count], name))
     for point in points:
-        text = f"{point.context_tokens:,} tokens each: {point.planned:,} as planned, {point.cut_for_it:,} if cut for it"
+        each = counted(point.context_tokens, "token")
+        text = f"{each} each: {point.planned:,} as planned, {point.cut_for_it:,} if cut for it"
         parts.append(_dot(x.at(point.context_tokens), y.at(point.planned or y.low), 2.5, "value", text))
     return _svg("Requests at once on all decode lanes, against the tokens of each", parts)
 

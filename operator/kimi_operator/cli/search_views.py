@@ -169,14 +169,14 @@ def _refused(group: list[Refusal]) -> str:
     first, num = group[0], len(group)
     names = ", ".join(map(_named_shape, group[:SHAPES_SHOWN]))
     more = f" and {num - SHAPES_SHOWN} more" if num > SHAPES_SHOWN else ""
-    shapes, whose = ("shape", "") if num == 1 else ("shapes", "of the first ")
+    whose = "" if num == 1 else "of the first "
     told = f"{first.reason}: {whose}expected {first.problem.expected}; {first.problem.remedy}"
-    return f"refused {num} {shapes} of a group ({names}{more}): {told}"
+    return f"refused {counted(num, 'shape')} of a group ({names}{more}): {told}"
 
 
 def _named_shape(refusal: Refusal) -> str:
     shape = refusal.shape
-    size = f"{shape.nodes} x {shape.gpus_per_node} GPUs"
+    size = f"{shape.nodes} x {counted(shape.gpus_per_node, 'GPU')}"
     return size if refusal.reason is Reason.UNEVEN else f"{size} TP{shape.tensor_parallel}"
 
 

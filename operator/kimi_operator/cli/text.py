@@ -13,7 +13,7 @@ from kimi_operator.planner import MemoryLine, RolePlan
 from kimi_operator.planner.case import Solution
 from kimi_operator.planner.designs import Designs, compare_designs
 from kimi_operator.planner.predict import CurvePoint
-from kimi_operator.planner.units import bytes_text
+from kimi_operator.planner.units import binding, bytes_text, counted
 
 LABEL_WIDTH = 28
 HEAD_WIDTH = 20
@@ -61,7 +61,7 @@ def refusal_text(problems: tuple[Problem, ...], head: str = "does not fit:") -> 
 def summary(outlook: Outlook) -> Iterator[str]:
     """The first ten lines."""
     plan = outlook.plan
-    yield f"{plan.architecture} on {plan.profile}: {plan.gpus} GPUs, KV rows {plan.kv_cache_dtype}, " + (
+    yield f"{plan.architecture} on {plan.profile}: {counted(plan.gpus, 'GPU')}, KV rows {plan.kv_cache_dtype}, " + (
         f"experts {plan.experts}, handoff {plan.transport}"
     )
     yield verdict(outlook)
@@ -69,7 +69,7 @@ def summary(outlook: Outlook) -> Iterator[str]:
     yield _row("", *(f"{role}: {layout_text(outlook.role(role))}" for role in Role))
     yield _row("maxNumSeqs a lane", *(_seqs(outlook.role(role)) for role in Role))
     yield _row("KV tokens a lane", *(f"{_tokens(plan.role(role)):,}" for role in Role))
-    yield _row("longest request", f"{plan.decode.max_model_len:,} tokens")
+    yield _row("longest request", counted(plan.decode.max_model_len, "token"))
     yield _row("binds in decode", plan.decode.binds)
     yield from (_row(label, value) for label, value in headline(outlook).items())
 
@@ -90,7 +90,7 @@ def headline(outlook: Outlook) -> dict[str, str]:
         rate = f"{with_band(speed.at.tokens_per_second)} at {speed.at.concurrency:,} at once"
         found = {
             "TPOT": f"{with_band(speed.tpot)} with {_sustained(speed)}; {alone}",
-            "output": f"{rate}; {speed.at.binds} binds; knee at {knee_text(speed)}",
+            "output": f"{rate}; {binding(speed.at.binds)}; knee at {knee_text(speed)}",
         }
     return {**found, "workload": workload_text(outlook)}
 
@@ -110,7 +110,7 @@ def _sustained(speed: Speed) -> str:
 
 def prefill_text(speed: Speed) -> str:
     """The time of a prompt alone, and beside those that this load computes at once."""
-    text = f"{with_band(speed.prefill)} for {speed.request.prompt_tokens:,} tokens alone in a group"
+    text = f"{with_band(speed.prefill)} for {counted(speed.request.prompt_tokens, 'token')} alone in a group"
     if speed.busy_lanes > 1:
         text += f"; {with_band(speed.prefill_busy)} while {speed.busy_lanes} lanes compute, as this load is judged"
     return text
@@ -150,7 +150,7 @@ def _what_was_checked(outlook: Outlook) -> str:
 def layout_text(each: RoleOutlook) -> str:
     """Groups and how their ranks share the work."""
     shape = each.shape
-    nodes = f"{each.groups} x {shape.nodes} node" + ("s" if shape.nodes > 1 else "")
+    nodes = f"{each.groups} x {counted(shape.nodes, 'node')}"
     return f"{nodes}, TP{shape.tensor_parallel} DP{shape.lanes} EP{shape.ranks}"
 
 
@@ -184,14 +184,14 @@ def _row(label: str, *cells: str) -> str:
 def _role_text(each: RoleOutlook, outlook: Outlook) -> Iterator[str]:
     role = each.plan
     yield (
-        f"{role.role}: a group is {role.ranks} ranks (EP{role.ranks}), {role.lanes} lanes, "
+        f"{role.role}: a group is {counted(role.ranks, 'rank')} (EP{role.ranks}), {counted(role.lanes, 'lane')}, "
         f"{role.experts_per_rank} experts a rank"
     )
     limits = {
         "maxNumSeqs a lane": f"{role.max_num_seqs:,}",
         "maxNumBatchedTokens": f"{role.max_num_batched_tokens:,}",
-        "maxModelLen": f"{role.max_model_len:,} tokens",
-        "KV pages a lane": f"{role.num_pages:,} x {role.page_size_tokens} tokens = {_tokens(role):,}",
+        "maxModelLen": counted(role.max_model_len, "token"),
+        "KV pages a lane": f"{role.num_pages:,} x {counted(role.page_size_tokens, 'token')} = {_tokens(role):,}",
         "state slots a lane": f"{role.num_state_slots:,}",
         "binds": role.binds,
     }
@@ -214,7 +214,8 @@ def _best(each: RoleOutlook) -> str:
         return str(each.best)
     best = each.best
     bounds = ", ".join(f"{bound.limit} {bound.max_num_seqs:,}" for bound in best.bounds)
-    return f"maxNumSeqs {best.max_num_seqs:,}: {best.binds} bind ({bounds}); the longest request {best.max_model_len:,}"
+    seqs = f"maxNumSeqs {best.max_num_seqs:,}: {binding(best.binds)} ({bounds})"
+    return f"{seqs}; the longest request {best.max_model_len:,}"
 
 
 def _memory_text(role: RolePlan) -> Iterator[str]:
@@ -260,7 +261,7 @@ def _speed_text(outlook: Outlook) -> Iterator[str]:
         return
     yield "predictions"
     request = either.request
-    load = f"with {either.running:,} running at {request.mean_context:,} tokens"
+    load = f"with {either.running:,} running at {counted(request.mean_context, 'token')}"
     yield _labelled("decode step", f"{with_band(either.tpot)} {load}")
     if speed is None:
         yield _labelled("prefill", "not predicted, see above")

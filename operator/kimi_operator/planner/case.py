@@ -9,6 +9,7 @@ from enum import StrEnum
 from kimi_operator.api.deployment import Role
 from kimi_operator.errors import InvalidSpec, Problem
 from kimi_operator.planner.budget import Budget
+from kimi_operator.planner.units import binding, counted
 from kimi_operator.planner.workload import Lengths, Workload
 
 
@@ -137,4 +138,10 @@ class Stretch:
         seqs = f"{self.seqs_at_first:,}"
         if self.seqs_at_last != self.seqs_at_first:
             seqs += f" down to {self.seqs_at_last:,}"
-        return f"{self.binds} bind from {self.first_tokens:,} to {self.last_tokens:,} tokens a request: {seqs} a lane"
+        return f"{binding(self.binds)} {self._contexts} a request: {seqs} a lane"
+
+    @property
+    def _contexts(self) -> str:
+        if self.first_tokens == self.last_tokens:
+            return f"at {counted(self.first_tokens, 'token')}"
+        return f"from {self.first_tokens:,} to {counted(self.last_tokens, 'token')}"

@@ -27,6 +27,7 @@ from kimi_operator.planner.predict import (
     roofline_terms,
 )
 from kimi_operator.planner.roofline import ASSUMED, Attention, DecodeLoad, PrefillLoad, Setup
+from kimi_operator.planner.units import counted
 
 ENOUGH_POINTS = 3
 """From so many measured points on, their own leave-one-out error counts instead of the published held-out one."""
@@ -141,7 +142,7 @@ def refit(measured: Sequence[Sample], before: Calibration, published: Sequence[S
     of_published = _held_out_errors(Nearness.OWN, tuple(s for s in published if isinstance(s.load, phase)))
     is_enough = len(measured) >= ENOUGH_POINTS
     error = worst if is_enough else max(worst, _worst(error for _, error in of_published))
-    factor, points = _factor(measured), f"{len(measured)} measured point" + ("s" if len(measured) > 1 else "")
+    factor, points = _factor(measured), counted(len(measured), "measured point")
     bands = ["each of them predicted with itself left out"] if left_out else []
     bands += [] if is_enough else [f"fewer than {ENOUGH_POINTS}, so also {_errors_text(of_published, [])}"]
     after = Calibration(anchors, error, f"factor {factor:.3f} fitted on {points}; band: {', '.join(bands)}")

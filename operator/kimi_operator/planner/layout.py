@@ -9,6 +9,7 @@ from kimi_operator.api.profile import HardwareProfileSpec
 from kimi_operator.errors import Problem
 from kimi_operator.planner.architecture import Architecture
 from kimi_operator.planner.memory import GroupShape
+from kimi_operator.planner.units import counted
 
 MAX_NODES = 64
 
@@ -129,7 +130,7 @@ def _check_role(a: Architecture, role: Role, spec: RoleSpec, profile: HardwarePr
         allowed = [n for n in range(1, MAX_NODES + 1) if a.num_experts % (n * spec.gpus_per_node) == 0]
         yield Problem(
             f"{path}.nodesPerGroup",
-            f"{spec.nodes_per_group} (x gpusPerNode {spec.gpus_per_node} = {ranks} ranks)",
+            f"{spec.nodes_per_group} (x gpusPerNode {spec.gpus_per_node} = {counted(ranks, 'rank')})",
             f"ranks that divide the {a.num_experts} experts of {a.name}",
             f"set it to one of {allowed}" if allowed else "change gpusPerNode",
         )

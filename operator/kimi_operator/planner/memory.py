@@ -11,7 +11,7 @@ from pydantic.alias_generators import to_camel
 from kimi_operator.api.profile import Device, DType, HardwareProfileSpec, RuntimeSpec
 from kimi_operator.planner.architecture import Architecture
 from kimi_operator.planner.tensors import Part, Placement, tensor_table
-from kimi_operator.planner.units import bytes_text
+from kimi_operator.planner.units import bytes_text, counted
 
 ITEMSIZE = {DType.FLOAT32: 4, DType.BFLOAT16: 2}
 STATE_ITEMSIZE = 4
@@ -86,7 +86,7 @@ class GroupShape:
         return self.ranks // self.tensor_parallel
 
     def __str__(self) -> str:
-        return f"{self.nodes} x {self.gpus_per_node} GPUs with tensorParallel {self.tensor_parallel}"
+        return f"{self.nodes} x {counted(self.gpus_per_node, 'GPU')} with tensorParallel {self.tensor_parallel}"
 
 
 def weight_lines(a: Architecture, shape: GroupShape, experts: ExpertFormat, dtype: DType) -> tuple[MemoryLine, ...]:

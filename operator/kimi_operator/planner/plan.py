@@ -29,6 +29,7 @@ from kimi_operator.planner.demand import (
 from kimi_operator.planner.layout import check_layout
 from kimi_operator.planner.memory import ExpertFormat, MemoryLine, expert_format
 from kimi_operator.planner.pools import Room, Settings, cut_pools, pool_lines
+from kimi_operator.planner.units import counted
 
 KV_DTYPES = {KvPrecision.BF16: DType.BFLOAT16, KvPrecision.FP32: DType.FLOAT32}
 
@@ -218,6 +219,10 @@ def _role_plan(s: Settings, cut: _Cut, max_model_len: int, demand: Demand | None
 
 def _binds(s: Settings, room: Room, context: int, max_model_len: int) -> str:
     seqs = f"maxNumSeqs ({room.max_num_seqs} a lane, {room.max_num_seqs * room.shape.lanes} a group)"
-    where = "at every context" if context >= max_model_len else f"up to {context:,} tokens a request, KV pages above"
+    where = (
+        "at every context"
+        if context >= max_model_len
+        else f"up to {counted(context, 'token')} a request, KV pages above"
+    )
     grows = s.spec.role(room.role).max_num_seqs is None and room.max_num_seqs < s.profile.limits.max_num_seqs
     return f"{seqs} binds {where}{MAY_SHRINK if grows else ''}"

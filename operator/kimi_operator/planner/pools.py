@@ -21,7 +21,7 @@ from kimi_operator.planner.memory import (
     weight_lines,
 )
 from kimi_operator.planner.overflow import find_overflow, nearest_text, nearest_texts
-from kimi_operator.planner.units import bytes_text, ceil_div
+from kimi_operator.planner.units import bytes_text, ceil_div, counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ def _too_small(s: Settings, role: Role, shape: GroupShape, units: Units) -> Prob
     assert overflow is not None, units
     got = (
         f"{shape}: {bytes_text(weights)} of weights + {bytes_text(reserved)} reserved + "
-        f"{bytes_text(units.one_request)} for one request of {s.longest:,} tokens a GPU"
+        f"{bytes_text(units.one_request)} for one request of {counted(s.longest, 'token')} a GPU"
     )
     return Problem(f"spec.{role}", got, str(overflow), _remedy(s, role))
 
@@ -199,14 +199,14 @@ def _too_many(s: Settings, role: Role, seqs: int, units: Units) -> Problem:
     return Problem(
         f"spec.{role}.maxNumSeqs",
         f"{seqs}: {num_slots(seqs)} state slots of {bytes_text(units.slot_bytes)} need {need:,} B a GPU",
-        f"at most {spare:,} B, what weights, reserves and one request of {s.longest:,} tokens leave",
+        f"at most {spare:,} B, what weights, reserves and one request of {counted(s.longest, 'token')} leave",
         f"lower it to {most}{shorter}",
     )
 
 
 def pool_lines(s: Settings, room: Room) -> tuple[MemoryLine, ...]:
     slots, pages = room.num_state_slots * room.units.slot_bytes, room.num_pages * room.units.page_bytes
-    row = row_bytes(s.architecture, ITEMSIZE[s.kv_dtype])
+    row, page = row_bytes(s.architecture, ITEMSIZE[s.kv_dtype]), counted(s.profile.limits.page_size_tokens, "token")
     return (
         MemoryLine(
             "state slots",
@@ -217,7 +217,7 @@ def pool_lines(s: Settings, room: Room) -> tuple[MemoryLine, ...]:
         MemoryLine(
             "KV pages",
             pages,
-            f"{room.num_pages:,} pages x {s.profile.limits.page_size_tokens} tokens x {row:,} B ({s.kv_dtype})",
+            f"{counted(room.num_pages, 'page')} x {page} x {row:,} B ({s.kv_dtype})",
         ),
         MemoryLine("free", room.units.free - slots - pages, "less than one page", stays_free=True),
     )

@@ -31,7 +31,7 @@ from kimi_operator.planner.roofline import (
     handoff_bytes,
     prefill_terms,
 )
-from kimi_operator.planner.units import ceil_div
+from kimi_operator.planner.units import ceil_div, counted
 
 HANDOFF_SHARES = (0.56, 0.96)
 """Achieved share of a 50 GB/s card in one-sided writes (MoRI-IO): 28 GB/s one unchunked transfer, 48 GB/s batches."""
@@ -232,7 +232,7 @@ def throughput_curve(
     most = one * decode.setup.shape.lanes * decode.groups
     if most < 1:
         needed = request.prompt_tokens + request.output_tokens
-        raise ValueError(f"a lane's {capacity.num_pages:,} pages do not hold one request of {needed:,} tokens")
+        raise ValueError(f"a lane's {capacity.num_pages:,} pages do not hold one request of {counted(needed, 'token')}")
     feed = _feed(decode, request, most, prefill) if prefill else None
     return tuple(_curve_point(decode, request, c, (most, limit), feed) for c in concurrencies)
 

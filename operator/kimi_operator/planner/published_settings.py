@@ -17,7 +17,7 @@ from kimi_operator.planner.case import Case, Solution
 from kimi_operator.planner.memory import GroupShape, MemoryLine
 from kimi_operator.planner.solve import solve, stretches
 from kimi_operator.planner.unified import block_layout
-from kimi_operator.planner.units import bytes_text
+from kimi_operator.planner.units import binding, bytes_text
 from kimi_operator.planner.workload import Workload, fixed
 
 GIB = 2**30
@@ -100,7 +100,7 @@ class PublishedSetting:
         if self.left is None:
             return ""
         solved = ((tokens, self.with_published_graphs(a, tokens)) for tokens in LENGTHS)
-        found = (f"{s.max_num_seqs} of {tokens:,} tokens, {s.binds} bind" for tokens, s in solved)
+        found = (f"{s.max_num_seqs} of {tokens:,} tokens, {binding(s.binds)}" for tokens, s in solved)
         return (
             f". Published cause: {self.left.num_graphs} captured sizes of {self.left.max_num_seqs} requests left "
             f"{self.left.bytes:,} B: {self._graph_bytes():,} B each without activations; "
@@ -120,7 +120,7 @@ class PublishedSetting:
         fits = next(bound.max_num_seqs for bound in solution.bounds if bound.limit is solution.binds)
         unused = self.free - self.pool_bytes
         return (
-            f"{solution.binds} bind: {fits} requests of {self.tokens:,} tokens fit, a captured batch is "
+            f"{binding(solution.binds)}: {fits} requests of {self.tokens:,} tokens fit, a captured batch is "
             f"{solution.max_num_seqs}; context chosen: {self.max_num_seqs} come out from {first:,} to {last:,} tokens; "
             f"bytes of a graph chosen by hand: 1/{GRAPHS_IN_REST} of the {bytes_text(unused)} that the pool leaves of "
             f"{bytes_text(self.free)} free{self._cause(a)}"

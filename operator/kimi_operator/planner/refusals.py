@@ -13,7 +13,7 @@ from kimi_operator.planner.memory import GroupShape
 from kimi_operator.planner.overflow import nearest_text
 from kimi_operator.planner.space import Search, shapes_of
 from kimi_operator.planner.tensors import tensor_table, total_bytes
-from kimi_operator.planner.units import bytes_text
+from kimi_operator.planner.units import bytes_text, counted
 
 
 class Reason(StrEnum):
@@ -51,7 +51,7 @@ def _uneven(request: Search, nodes: int) -> Refusal:
     allowed = [n for n in range(1, request.num_nodes + 1) if shapes_of(request, n)]
     remedy = f"use groups of {allowed} nodes" if allowed else "use another number of GPUs a node"
     expected = f"ranks that divide the {a.num_experts} experts of {a.name}"
-    problem = Problem(f"{nodes} nodes a group", f"{shape.ranks} ranks", expected, remedy)
+    problem = Problem(f"{counted(nodes, 'node')} a group", counted(shape.ranks, "rank"), expected, remedy)
     return Refusal(tuple(Role), shape, Reason.UNEVEN, problem)
 
 

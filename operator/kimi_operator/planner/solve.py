@@ -15,7 +15,7 @@ from kimi_operator.planner.budget import Budget, PoolDesign
 from kimi_operator.planner.case import Bound, Case, Limit, Solution, Stretch, Timing
 from kimi_operator.planner.memory import MemoryLine
 from kimi_operator.planner.targets import doubted, missed
-from kimi_operator.planner.units import bytes_text, ceil_div
+from kimi_operator.planner.units import binding, bytes_text, ceil_div, counted
 from kimi_operator.planner.workload import Lengths, fixed
 
 MOST_SEQS = 4096
@@ -131,15 +131,17 @@ def _bounds(case: Case) -> Iterator[Bound]:
         yield from _time_bounds(case, case.timing)
     running = case.workload.running
     if running is not None and case.role is Role.DECODE:
-        yield Bound(Limit.WORKLOAD, ceil_div(running, case.lanes), f"{running:,} at once over {case.lanes} lanes")
+        yield Bound(
+            Limit.WORKLOAD, ceil_div(running, case.lanes), f"{running:,} at once over {counted(case.lanes, 'lane')}"
+        )
 
 
 def _lanes_bound(case: Case) -> Bound:
     """What a lane may run, its slots beside the pages of the longest request."""
     seqs = most(lambda n: case.budget.holds(case.longest_request, n), 1, case.most_seqs)
     if seqs == case.most_seqs:
-        return Bound(Limit.LANES, seqs, f"{case.lanes} lanes, each at most {seqs}")
-    how = f"a request of {case.longest_request:,} tokens, prompt and answer, must fit beside the slots of all"
+        return Bound(Limit.LANES, seqs, f"{counted(case.lanes, 'lane')}, each at most {seqs}")
+    how = f"a request of {counted(case.longest_request, 'token')}, prompt and answer, must fit beside the slots of all"
     return Bound(Limit.LANES, seqs, how)
 
 
@@ -177,7 +179,7 @@ def _time_bounds(case: Case, timing: Timing) -> Iterator[Bound]:
         target, (computed, reused) = work.ttft_s, work.computed_and_reused(work.prompt.mean)
         one_s = timing.prefill_s(computed, reused)
         seqs = most(lambda n: n * one_s <= target, 1, MOST_SEQS)
-        how = f"prompts of {computed:,} tokens and {reused:,} reused take {one_s:.3f} s each on a lane"
+        how = f"prompts of {counted(computed, 'token')} and {reused:,} reused take {one_s:.3f} s each on a lane"
         yield Bound(Limit.TTFT, seqs, how)
 
 
@@ -185,7 +187,9 @@ def _tpot_bound(timing: Timing, context: int, target_s: float) -> Bound:
     seqs = most(lambda n: timing.decode_step_s(n, context) <= target_s, 1, MOST_SEQS)
     step_s = timing.decode_step_s(max(1, seqs), context)
     return Bound(
-        Limit.TPOT, seqs, f"a step of {max(1, seqs)} requests of {context:,} tokens takes {step_s * 1e3:.1f} ms"
+        Limit.TPOT,
+        seqs,
+        f"a step of {counted(max(1, seqs), 'request')} of {counted(context, 'token')} takes {step_s * 1e3:.1f} ms",
     )
 
 
@@ -215,14 +219,14 @@ def _refusal(case: Case) -> Problem | None:
     longest, units = case.longest_request, budget.num_units(1)
     if budget.holds(longest, 1):
         return None
-    got = f"a request of {longest:,} tokens: {budget.design.units(longest):,} {budget.design.unit}"
+    got = f"a request of {counted(longest, 'token')}: {budget.design.units(longest):,} {budget.design.unit}"
     expected = f"at most {units:,}, which {bytes_text(max(0, budget.pool(1)))} of pool hold beside one request's state"
     return Problem(f"{field} longest request", got, expected, _shorten(budget, longest, units))
 
 
 def _shorten(budget: Budget, longest: int, num_units: int) -> str:
     held = budget.design.longest(num_units)
-    remedies = [f"lower it to {held:,} tokens"] if held else []
+    remedies = [f"lower it to {counted(held, 'token')}"] if held else []
     needed = budget.design.fixed_bytes(1) + budget.design.units(longest) * budget.design.unit_bytes
     if budget.pool_bytes is not None and needed <= budget.free - budget.graphs_bytes(1):
         remedies.append(f"raise the pool to {needed:,} B")
@@ -231,7 +235,7 @@ def _shorten(budget: Budget, longest: int, num_units: int) -> str:
 
 def more_lanes(running: int, seqs: int) -> str:
     """What lets so many requests run where a lane runs no more than `seqs`."""
-    return f"use {ceil_div(running, seqs):,} lanes, or lower it"
+    return f"use {counted(ceil_div(running, seqs), 'lane')}, or lower it"
 
 
 def _misses(case: Case, seqs: int, limit: Limit) -> Iterator[Problem]:
@@ -240,10 +244,12 @@ def _misses(case: Case, seqs: int, limit: Limit) -> Iterator[Problem]:
         field, got = "workload.concurrency", f"{work.running:,}"
         if work.requests_per_second is not None:
             rate = float(work.requests_per_second)
-            field, got = "workload.requestsPerSecond", f"{rate:g}, which needs {work.running:,} requests at once"
-        expected = f"at most {seqs * case.lanes:,}: {seqs} a lane x {case.lanes} lanes, where {limit} bind"
-        if limit is Limit.LANES:
-            expected = expected.replace("lanes bind", "maxNumSeqs binds")
+            field, got = (
+                "workload.requestsPerSecond",
+                f"{rate:g}, which needs {counted(work.running, 'request')} at once",
+            )
+        binds = binding("maxNumSeqs" if limit is Limit.LANES else limit)
+        expected = f"at most {seqs * case.lanes:,}: {seqs} a lane x {counted(case.lanes, 'lane')}, where {binds}"
         yield Problem(field, got, expected, more_lanes(work.running, seqs))
     if timing is None:
         return

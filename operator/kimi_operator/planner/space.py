@@ -25,6 +25,7 @@ from kimi_operator.planner.memory import (
 from kimi_operator.planner.pools import Units, num_slots, seqs_by_context
 from kimi_operator.planner.solve import solve
 from kimi_operator.planner.unified import block_layout
+from kimi_operator.planner.units import counted
 from kimi_operator.planner.workload import Workload
 
 
@@ -59,7 +60,7 @@ class Layout:
 
 
 def _parallel(shape: GroupShape) -> str:
-    return f"{shape.nodes} nodes (TP{shape.tensor_parallel} DP{shape.lanes} EP{shape.ranks})"
+    return f"{counted(shape.nodes, 'node')} (TP{shape.tensor_parallel} DP{shape.lanes} EP{shape.ranks})"
 
 
 @dataclass(frozen=True)

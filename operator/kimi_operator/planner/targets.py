@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from kimi_operator.api.deployment import Role
 from kimi_operator.errors import Problem
 from kimi_operator.planner.case import Case, Timing
+from kimi_operator.planner.units import counted
 
 TPOT, TTFT = "workload.targets.tpotSeconds", "workload.targets.ttftSeconds"
 TARGETS = (TPOT, TTFT)
@@ -66,12 +67,12 @@ def _tpot(case: Case, timing: Timing, target_s: float, seqs: int) -> _Judged:
     running = 1 if timing.decode_step_s(1, context) > target_s else seqs
     load = running, context
     band_s = None if timing.decode_band_s is None else timing.decode_band_s(*load)
-    what = f"the step of {'one request' if running == 1 else f'{running} requests'} of {context:,} tokens"
+    what = f"the step of {'one request' if running == 1 else f'{running:,} requests'} of {counted(context, 'token')}"
     return _Judged(TPOT, target_s, timing.decode_step_s(*load), band_s, what, "raise it")
 
 
 def _ttft(case: Case, timing: Timing, target_s: float) -> _Judged:
     load = computed, reused = case.workload.computed_and_reused(case.requests.longest)
     band_s = None if timing.prefill_band_s is None else timing.prefill_band_s(*load)
-    what = f"which {computed:,} prompt tokens and {reused:,} reused take"
+    what = f"which {counted(computed, 'prompt token')} and {reused:,} reused take"
     return _Judged(TTFT, target_s, timing.prefill_s(*load), band_s, what, "raise it or shorten prompts")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+_SEVERAL = ("captures", "lanes", "pages", "slots")
+"""What stands in the plural; `maxNumSeqs` does not."""
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 
@@ -16,6 +18,11 @@ def bytes_text(amount: int) -> str:
 def counted(number: int, noun: str) -> str:
     """A number of things: `1 token`, `2 tokens`."""
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+def binding(what: str) -> str:
+    """What binds, in a sentence: `KV pages bind`, `memory binds`."""
+    return f"{what} bind" if what.rsplit(maxsplit=1)[-1] in _SEVERAL else f"{what} binds"
 
 
 def ceil_div(amount: int, unit: int) -> int:

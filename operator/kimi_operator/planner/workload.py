@@ -14,6 +14,7 @@ from kimi_operator.api.base import parse
 from kimi_operator.api.deployment import Role
 from kimi_operator.api.workload import ONE_DISTRIBUTION, LengthsSpec, WorkloadSpec
 from kimi_operator.errors import InvalidSpec, Problem
+from kimi_operator.planner.units import counted
 
 NUM_POINTS = 32
 """Lengths that stand for a distribution; its longest is kept apart."""
@@ -69,13 +70,13 @@ class Lengths:
 
 def fixed(tokens: int) -> Lengths:
     """All of one length."""
-    return Lengths((tokens,), tokens, f"{tokens:,} tokens")
+    return Lengths((tokens,), tokens, counted(tokens, "token"))
 
 
 def uniform(least: int, most: int) -> Lengths:
     """Any length from `least` to `most`, equally likely."""
     points = (least + (most - least) * (2 * i + 1) // (2 * NUM_POINTS) for i in range(NUM_POINTS))
-    return Lengths(tuple(points), most, f"{least:,} to {most:,} tokens")
+    return Lengths(tuple(points), most, f"{least:,} to {counted(most, 'token')}")
 
 
 def log_normal(median: int, p95: int) -> Lengths:
@@ -86,7 +87,7 @@ def log_normal(median: int, p95: int) -> Lengths:
         return max(1, math.ceil(median * math.exp(sigma * NormalDist().inv_cdf(share))))
 
     points = tuple(at((2 * i + 1) / (2 * NUM_POINTS)) for i in range(NUM_POINTS))
-    text = f"log-normal, median {median:,}, p95 {p95:,} tokens"
+    text = f"log-normal, median {median:,}, p95 {counted(p95, 'token')}"
     return Lengths(points, max(at(LONGEST_PERCENTILE), points[-1]), text, has_tail=True)
 
 
@@ -97,7 +98,9 @@ def empirical(observed: tuple[int, ...]) -> Lengths:
         points = tuple(ranked)
     else:
         points = tuple(ranked[(2 * i + 1) * len(ranked) // (2 * NUM_POINTS)] for i in range(NUM_POINTS))
-    return Lengths(points, ranked[-1], f"{len(ranked):,} observed lengths up to {ranked[-1]:,} tokens")
+    return Lengths(
+        points, ranked[-1], f"{counted(len(ranked), 'observed length')} up to {counted(ranked[-1], 'token')}"
+    )
 
 
 @dataclass(frozen=True)
@@ -208,13 +211,13 @@ def check_lengths(
     problems = []
     for field, lengths in (("prompt", workload.prompt), ("output", workload.output)):
         if lengths.stated >= max_positions:
-            expected = f"less than {max_positions:,} tokens, {limit}"
+            expected = f"less than {counted(max_positions, 'token')}, {limit}"
             problems.append(Problem(f"{where}.{field}", str(lengths), expected, f"lower it below {max_positions:,}"))
     together = workload.prompt.stated + workload.output.stated
     if not problems and together > max_positions:
         at_median = ", tails at their median" if workload.decode_tokens.has_tail else ""
         got = f"{workload.prompt} and {workload.output}: {together:,} together{at_median}"
-        expected = f"at most {max_positions:,} tokens, {limit}"
+        expected = f"at most {counted(max_positions, 'token')}, {limit}"
         which = "median" if workload.prompt.has_tail else "longest"
         remedy = f"lower the {which} prompt to {max_positions - workload.output.stated:,}"
         problems.append(Problem(f"{where}.prompt", got, expected, remedy))

@@ -71,7 +71,7 @@ def test_the_text_shows_old_and_new_factor_and_errors_of_each_point(
     assert calibrate(written(tmp_path, by_hand(2.5))) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "decode factor 1.718 -> 2.500 (+45.5%)" in lines
-    points = [line.split() for line in lines if "requests at" in line]
+    points = [line.split() for line in lines if " at " in line and "request" in line]
     assert [point[-3:] for point in points] == [["-31.3%", "+0.0%", "+0.0%"]] * 3
     assert any("kubectl patch hardwareprofile mi300x --type merge" in line for line in lines)
     assert any(line.startswith("  before: factor 1.718 fitted on 1 point, fit_mi325x_tp8_conc1") for line in lines)
@@ -166,7 +166,7 @@ def test_a_needle_run_is_taken_as_it_was_saved(tmp_path: Path, capsys: pytest.Ca
 def test_a_needle_run_of_the_tiny_model_needs_its_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = written(tmp_path, needle_document(needle_run(0.05)), "needle.json")
     options = {"chip": "mi300x", "nodes": 1, "gpus_per_node": 1, "tensor_parallel": 1}
-    with pytest.raises(InvalidSpec, match=r"needle\.json: decode: got 1 requests at 2,032 tokens"):
+    with pytest.raises(InvalidSpec, match=r"needle\.json: decode: got 1 request at 2,032 tokens"):
         calibrate(file, **options)
     assert calibrate(file, architecture="kimi-k3-tiny", **options) == 0
     assert "says little about kimi-k3" in capsys.readouterr().err
@@ -208,7 +208,7 @@ def test_a_bench_run_is_of_the_tiny_model_and_says_so(tmp_path: Path, capsys: py
     assert [(p.prompt_tokens, p.seconds) for p in read.prefill] == [(4000, 1.0)]
     assert calibrate(file, chip="mi300x") == 0
     out, err = capsys.readouterr()
-    assert "kimi-k3-tiny on 1 x 1 GPUs" in out
+    assert "kimi-k3-tiny on 1 x 1 GPU" in out
     assert "make bench, commit abc1234" in out
     assert "its factor says little about kimi-k3" in err
 
@@ -241,7 +241,7 @@ def test_groups_share_the_load(tmp_path: Path, capsys: pytest.CaptureFixture[str
         ({"layout": LAYOUT | {"nodes": 0}}, "run.yaml.layout.nodes: got 0, expected greater than or equal to 1"),
         ({"decode": []}, "run.yaml: decode: got no point"),
         ({"decode": [{"concurrency": 1, "contextTokens": 1}]}, "run.yaml.decode.0.tpotMs: got nothing"),
-        ({"decode": [{"concurrency": 1, "contextTokens": 1, "tpotMs": 1.0}]}, "decode: got 1 requests .* 1 ms is less"),
+        ({"decode": [{"concurrency": 1, "contextTokens": 1, "tpotMs": 1.0}]}, "decode: got 1 request .* 1 ms is less"),
         ({"prefill": [{"promptTokens": 100_000, "seconds": 0.5}]}, "prefill: got 100,000 tokens: 500 ms is less than"),
         ({"speed": 3}, "run.yaml.speed: got 3, expected no such field"),
         ({"architecture": "gpt-2"}, "architecture.*'gpt-2'"),
