@@ -43,8 +43,8 @@ class PrefillLane:
         """A prompt with so many tokens to compute will come here."""
         self.sent, self.to_compute = self.sent + 1, self.to_compute + tokens
 
-    def begin(self, service: Service, now_s: float) -> float:
-        """Take the next chunk; returns the mean number of tokens before those that it computes."""
+    def begin(self, service: Service, now_s: float) -> tuple[int, float]:
+        """Take the next chunk of the prompts that are here: how many tokens, and the mean number of those before."""
         left, done, before = service.chunk_tokens, self.done, 0
         self.begun = 0
         for turn in islice(self.prompts, service.prefill_running):
@@ -56,7 +56,7 @@ class PrefillLane:
             before += taken * (turn.prompt_tokens - turn.computed_tokens + done)
             left, done, self.begun = left - taken, 0, self.begun + 1
         self.share = service.chunk_tokens - left
-        return before / self.share if self.share else 0.0
+        return self.share, before / self.share
 
     def finish(self) -> list[Served]:
         """The chunk is computed; returns the prompts that are whole with it."""
@@ -88,19 +88,18 @@ class PrefillGroup:
 
     def begin(self, service: Service, now_s: float) -> float:
         """Begin a step; returns how long it takes."""
-        before = [lane.begin(service, now_s) for lane in self.lanes]
+        shares = [lane.begin(service, now_s) for lane in self.lanes if lane.prompts]
         # the experts' work is that of all tokens: of as many lanes as would have them in shares of this one's size
-        total = sum(lane.share for lane in self.lanes)
-        shares = [(lane.share, tokens) for lane, tokens in zip(self.lanes, before, strict=True) if lane.share]
-        self.busy_lanes = len(shares)
-        each_s = [service.prefill_step_s(share, tokens, ceil_div(total, share)) for share, tokens in shares]
-        self.lockstep_s += sum(max(each_s) - own_s for own_s in each_s)
-        return max(each_s)
+        total = sum(share for share, _ in shares)
+        each_s = [service.prefill_step_s(share, before, ceil_div(total, share)) for share, before in shares]
+        self.busy_lanes, slowest_s = len(shares), max(each_s)
+        self.lockstep_s += len(shares) * slowest_s - sum(each_s)
+        return slowest_s
 
     def finish(self) -> list[Served]:
         """The step is over; returns the prompts that are whole with it."""
         self.busy_lanes = 0
-        return [turn for lane in self.lanes for turn in lane.finish()]
+        return [turn for lane in self.lanes if lane.share for turn in lane.finish()]
 
 
 def least_loaded(lanes: Sequence[PrefillLane]) -> int:
