@@ -72,6 +72,14 @@ def test_half_of_the_earlier_context_is_spared(run: Run, manifest: Manifest) -> 
     assert told["summary"]["computed_tokens"] == flag["summary"]["computed_tokens"]
 
 
+def test_reuse_that_the_worker_has_not_is_warned_of_once_and_as_it_is_replayed(run: Run, manifest: Manifest) -> None:
+    file = manifest(prompt={"fixed": 5000}, output={"fixed": 100}, reuse=0.5)
+    for flags, share in (((), "50%"), (("--reuse", 0.2), "20%")):
+        (warning,) = [each for each in found(run, "-f", file, *SMALL, *flags)["warnings"] if "prefix cache" in each]
+        assert f"with reuse of {share}; --reuse 0 shows its own" in warning
+    assert not found(run, "-f", file, *SMALL, "--reuse", 0)["warnings"]
+
+
 def test_a_flag_wins_and_the_field_is_named_as_unused(run: Run, manifest: Manifest) -> None:
     file = manifest(prompt={"fixed": 5000}, output={"fixed": 100}, reuse=0.5, concurrency=6)
     flags = ("--agents", 2, "--reuse", 0, "--first-prompt-tokens", 700, "--output-tokens", 30, "--turns", 2)
