@@ -16,6 +16,7 @@ from kimi_operator.planner.elsewhere import same_demand, same_groups
 from kimi_operator.planner.layout import MAX_NODES
 from kimi_operator.planner.pools import Settings
 from kimi_operator.planner.space import Search
+from kimi_operator.planner.targets import told
 from kimi_operator.profiles.forecast import forecast_of
 
 WORTH_SAYING = 1.25
@@ -29,7 +30,8 @@ def search_beside(outlook: Outlook) -> Search:
     spec, profile = planned.deployment.spec, planned.profile.spec
     settings = Settings(planned.architecture, spec, profile, plan.kv_cache_dtype, plan.transport)
     request = same_demand(settings, outlook.workload, forecast.timing)
-    return replace(request, throughput=forecast.throughput, is_assumed=outlook.is_assumed)
+    request = replace(request, throughput=forecast.throughput, queued=forecast.queued_on)
+    return replace(request, is_assumed=outlook.is_assumed)
 
 
 def better_layout(outlook: Outlook, command: str) -> str:
@@ -41,7 +43,8 @@ def better_layout(outlook: Outlook, command: str) -> str:
     for layout, solutions in same_groups(request, outlook.planned.deployment.spec):
         assert request.throughput is not None
         rate = request.throughput(layout, solutions[Role.DECODE])
-        if sum(len(each.misses) for each in solutions.values()) <= len(outlook.misses):
+        misses, _ = told(solutions.values(), request.waits(layout, solutions[Role.DECODE]))
+        if len(misses) <= len(outlook.misses):
             found.append((rate, layout.decode.tensor_parallel, solutions))
     rate, width, solutions = max(found, key=lambda each: each[:2], default=(0.0, 0, {}))
     if rate < WORTH_SAYING * now:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_left
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -31,6 +31,7 @@ from kimi_operator.planner.predict import (
 )
 from kimi_operator.planner.roofline import DecodeLoad, PrefillLoad, Setup
 from kimi_operator.planner.solve import most, solve, stretches, unused
+from kimi_operator.planner.targets import Judged, told
 from kimi_operator.planner.workload import Workload, check_lengths, fixed
 from kimi_operator.profiles.forecast import decode_forecast, forecast_of
 from kimi_operator.profiles.support import rates_warning
@@ -192,11 +193,13 @@ def look_ahead(planned: Planned, stated: Workload | None, *, is_assumed: bool | 
             speed = _speed(roles[Role.PREFILL], roles[Role.DECODE], served, forecast)
         except ValueError as error:
             no_speed = str(error)
-    waits = () if forecast is None or speed is None else _waits(served, speed, forecast, roles[Role.PREFILL])
+    waits, prefill = None, roles[Role.PREFILL]
+    if forecast is not None and speed is not None:
+        waits = forecast.queued(prefill.shape, prefill.groups, speed.at)
     decode_speed = _decode_speed(planned, plan, roles, served) if forecast is None and not too_long else None
     unsure = rates_warning(planned.profile) if speed or decode_speed else None
     said = (*plan.warnings, *reuse_warnings(served), *([unsure] if unsure else ()))
-    misses = too_long or tuple(dict.fromkeys([*(miss for role in roles.values() for miss in _misses(role)), *waits]))
+    misses, doubts = _told(roles, waits)
     return Outlook(
         planned=planned,
         plan=replace(plan, warnings=tuple(dict.fromkeys(said))),
@@ -206,38 +209,18 @@ def look_ahead(planned: Planned, stated: Workload | None, *, is_assumed: bool | 
         decode=roles[Role.DECODE],
         speed=speed,
         no_speed=no_speed,
-        misses=misses,
-        doubts=tuple(_doubts(roles.values(), {miss.field for miss in misses})),
+        misses=too_long or misses,
+        doubts=doubts,
         decode_speed=decode_speed,
     )
 
 
-def _misses(role: RoleOutlook) -> tuple[Problem, ...]:
-    """Why the plan's settings do not meet the workload."""
-    return (role.at_plan,) if isinstance(role.at_plan, Problem) else role.at_plan.misses
-
-
-def _doubts(roles: Iterable[RoleOutlook], missed: Container[str]) -> Iterator[Problem]:
-    """Targets that the plan's settings meet within the band alone."""
-    for role in roles:
-        if isinstance(role.at_plan, Solution):
-            yield from (doubt for doubt in role.at_plan.doubts if doubt.field not in missed)
-
-
-def _waits(workload: Workload, speed: Speed, forecast: Forecast, prefill: RoleOutlook) -> Iterator[Problem]:
-    """A target TTFT that a prompt would keep alone, but not behind those that wait for a prefill lane.
-
-    Clients that wait for their answers keep these to their number, and what of their time is not decode is TTFT
-    (Little's law). With a rate nothing limits how many wait: one that prefill cannot feed is the solver's to refuse.
-    """
-    if workload.ttft_s is None or workload.concurrency is None or speed.at.binds != "prefill":
-        return
-    feed = forecast.feed(prefill.shape, prefill.groups)
-    ttft_s = speed.request.output_tokens * (speed.at.concurrency / feed - speed.at.tpot.value / 1e3)
-    if ttft_s > workload.ttft_s:
-        how = f"at least {ttft_s:.3f} s on average, as {speed.at.concurrency:,} at once wait for prefill, which binds"
-        remedy = "add groups to prefill, or lower the load"
-        yield Problem("workload.targets.ttftSeconds", f"{workload.ttft_s:g} s", how, remedy)
+def _told(roles: Mapping[Role, RoleOutlook], waits: Judged | None) -> tuple[tuple[Problem, ...], tuple[Problem, ...]]:
+    """Why the plan's settings do not meet the workload, or barely."""
+    outcomes = [role.at_plan for role in roles.values()]
+    misses, doubts = told((each for each in outcomes if isinstance(each, Solution)), waits)
+    refused = tuple(each for each in outcomes if isinstance(each, Problem))
+    return tuple(dict.fromkeys((*refused, *misses))), doubts
 
 
 def shape_of(planned: Planned, role: Role) -> GroupShape:

@@ -17,7 +17,6 @@ from kimi_operator.cli.flags import DeploymentFlags, WorkloadFlags, refuse
 from kimi_operator.cli.outlook import assumed_lengths
 from kimi_operator.errors import InvalidSpec, KimiError
 from kimi_operator.planner import Architecture
-from kimi_operator.planner.case import Solution
 from kimi_operator.planner.plan import KV_DTYPES
 from kimi_operator.planner.search import Candidate, SearchResult, search
 from kimi_operator.planner.space import longest_request, worker_search
@@ -120,10 +119,9 @@ def _not_kept(spec: KimiDeploymentSpec) -> Iterator[str]:
 def _named(result: SearchResult, asked: Asked) -> SearchResult:
     """The same; what is missed or in the way is named as the user wrote it."""
 
-    def named(solution: Solution) -> Solution:
-        return replace(solution, misses=asked.problems(solution.misses), doubts=asked.problems(solution.doubts))
-
-    ranked = tuple(replace(each, prefill=named(each.prefill), decode=named(each.decode)) for each in result.ranked)
+    ranked = tuple(
+        replace(each, misses=asked.problems(each.misses), doubts=asked.problems(each.doubts)) for each in result.ranked
+    )
     shortage = None if result.shortage is None else asked.problems((result.shortage,))[0]
     return replace(result, ranked=ranked, shortage=shortage)
 
@@ -152,7 +150,7 @@ def find_layouts(a: Architecture, profile: HardwareProfile, kv: DType, wanted: W
     except InvalidSpec as error:
         no_speed = str(error)
     else:
-        request = replace(request, timing=forecast.timing, throughput=forecast.throughput)
+        request = replace(request, timing=forecast.timing, throughput=forecast.throughput, queued=forecast.queued_on)
         text = f"decode: {forecast.decode.text}; prefill: {forecast.prefill.text}"
     said = (support_warning(profile), None if no_speed else rates_warning(profile))
     warnings = tuple(each for each in said if each is not None)

@@ -13,7 +13,7 @@ from kimi_operator.planner.memory import GroupShape
 from kimi_operator.planner.pools import Settings
 from kimi_operator.planner.solve import more_lanes
 from kimi_operator.planner.space import Layout, Search, worker_search
-from kimi_operator.planner.targets import TARGETS
+from kimi_operator.planner.targets import TARGETS, told
 from kimi_operator.planner.units import ceil_div
 from kimi_operator.planner.workload import Workload
 
@@ -92,7 +92,7 @@ def _solved(
             second = request.outcome(Role.DECODE, decode, decode_groups)
             if isinstance(first, Solution) and isinstance(second, Solution):
                 layout = Layout(prefill, prefill_groups, decode, decode_groups)
-                yield layout, first.misses + second.misses, first.doubts + second.doubts
+                yield layout, *told((first, second), request.waits(layout, second))
 
 
 def same_groups(request: Search, spec: KimiDeploymentSpec) -> Iterator[tuple[Layout, dict[Role, Solution]]]:

@@ -12,6 +12,7 @@ from kimi_operator.planner.memory import GroupShape
 from kimi_operator.planner.predict import (
     Calibration,
     Capacity,
+    CurvePoint,
     Prediction,
     PrefillSide,
     Request,
@@ -23,6 +24,7 @@ from kimi_operator.planner.predict import (
 )
 from kimi_operator.planner.roofline import DecodeLoad, PrefillLoad, Setup
 from kimi_operator.planner.space import Layout
+from kimi_operator.planner.targets import TTFT, Judged
 from kimi_operator.planner.units import ceil_div
 from kimi_operator.planner.workload import Workload
 
@@ -49,6 +51,9 @@ class Forecast:
     prefill: Calibration
     chunk_tokens: int
     """Most prompt tokens of one step."""
+    _points: dict[tuple[Layout, int, int], CurvePoint] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
     _seconds: dict[tuple[Setup, DecodeLoad | PrefillLoad], float] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -91,26 +96,56 @@ class Forecast:
         """So many prefill groups, for a curve."""
         return PrefillSide(self.setup(shape), self.prefill, groups, chunk_tokens=self.chunk_tokens)
 
-    def feed(self, shape: GroupShape, groups: int) -> float:
-        """Output tokens a second of the prompts that so many prefill groups compute at most, all lanes busy."""
-        work = self.workload
-        busy = PrefillLoad(*work.computed_and_reused(work.prompt.mean), self.chunk_tokens, shape.lanes)
-        prompts = groups * shape.lanes / self._time_s(self.setup(shape), busy)
-        return prompts * mean_request(work).output_tokens
+    def queued(self, shape: GroupShape, groups: int, point: CurvePoint) -> Judged | None:
+        """The target TTFT beside what prompts take that wait for a lane of so many prefill groups; None without a wait.
+
+        Clients that wait for their answers keep these to their number, and what of their time is not decode is TTFT
+        (Little's law). With a rate nothing limits how many wait: the solver refuses one that prefill cannot feed.
+        """
+        work, output_tokens = self.workload, mean_request(self.workload).output_tokens
+        if work.ttft_s is None or work.concurrency is None or point.binds != "prefill":
+            return None
+        prompt = prefill_ms(self.setup(shape), self._all_busy(shape), self.prefill)
+        decode_s = output_tokens * point.tpot.value / 1e3
+
+        def ttft_s(prompt_ms: float) -> float:
+            return point.concurrency * prompt_ms / 1e3 / (groups * shape.lanes) - decode_s
+
+        what = f"on average, as {point.concurrency:,} at once wait for prefill, which binds"
+        # at the fast end none may wait, and a prompt takes its own time
+        band_s = max(prompt.low / 1e3, ttft_s(prompt.low)), ttft_s(prompt.high)
+        remedy = "add groups to prefill, or lower the load"
+        return Judged(TTFT, work.ttft_s, ttft_s(prompt.value), band_s, what, remedy)
+
+    def queued_on(self, layout: Layout, decode: Solution) -> Judged | None:
+        """The same of a layout, at the load that its throughput is of."""
+        return self.queued(layout.prefill, layout.prefill_groups, self._point(layout, decode))
 
     def throughput(self, layout: Layout, decode: Solution) -> float:
         """Output tokens a second of as many requests as are asked for, else as decode has places: as a plan's curve.
 
         What prefill's lanes hold does not matter: each takes a prompt at a time.
         """
+        return self._point(layout, decode).tokens_per_second.value
+
+    def _all_busy(self, shape: GroupShape) -> PrefillLoad:
+        """A mean prompt beside those of all other lanes."""
+        return PrefillLoad(
+            *self.workload.computed_and_reused(self.workload.prompt.mean), self.chunk_tokens, shape.lanes
+        )
+
+    def _point(self, layout: Layout, decode: Solution) -> CurvePoint:
+        key = (layout, decode.max_num_seqs, decode.running)
+        if key in self._points:
+            return self._points[key]
         request = mean_request(self.workload)
         # The solver counted what memory holds, so a place is as good as a page of a whole request.
         held = Capacity(decode.max_num_seqs, decode.max_num_seqs, request.prompt_tokens + request.output_tokens)
         fed = _without_band(self.decode_side(layout.decode, layout.decode_groups))
         feeds = _without_band(self.prefill_side(layout.prefill, layout.prefill_groups))
         asked = self.workload.running or decode.running
-        (point,) = throughput_curve(fed, held, request, [asked], feeds)
-        return point.tokens_per_second.value
+        (self._points[key],) = throughput_curve(fed, held, request, [asked], feeds)
+        return self._points[key]
 
     def _time_s(self, setup: Setup, load: DecodeLoad | PrefillLoad) -> float:
         key = (setup, load)

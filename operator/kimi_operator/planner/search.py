@@ -11,6 +11,7 @@ from kimi_operator.planner.case import Limit, Solution
 from kimi_operator.planner.layout import MAX_NODES, check_longest
 from kimi_operator.planner.refusals import Reason, Refusal, refusals, shortage
 from kimi_operator.planner.space import Layout, Search, block_pools, layouts, page_pools
+from kimi_operator.planner.targets import told
 from kimi_operator.planner.workload import check_lengths
 
 __all__ = ["Candidate", "Layout", "Reason", "Refusal", "Search", "SearchResult", "block_pools", "page_pools", "search"]
@@ -25,16 +26,10 @@ class Candidate:
     decode: Solution
     throughput: float | None
     """By the caller's objective; None without one."""
-
-    @property
-    def misses(self) -> tuple[Problem, ...]:
-        """Targets and demands that it does not meet."""
-        return self.prefill.misses + self.decode.misses
-
-    @property
-    def doubts(self) -> tuple[Problem, ...]:
-        """Targets that it meets by less than the prediction's band."""
-        return self.prefill.doubts + self.decode.doubts
+    misses: tuple[Problem, ...]
+    """Targets and demands that it does not meet."""
+    doubts: tuple[Problem, ...]
+    """Targets that it meets by less than the prediction's band."""
 
     @property
     def longest(self) -> int:
@@ -108,4 +103,4 @@ def _candidates(request: Search) -> Iterator[Candidate]:
         assert isinstance(prefill, Solution), prefill
         assert isinstance(decode, Solution), decode
         rate = None if request.throughput is None else request.throughput(layout, decode)
-        yield Candidate(layout, prefill, decode, rate)
+        yield Candidate(layout, prefill, decode, rate, *told((prefill, decode), request.waits(layout, decode)))

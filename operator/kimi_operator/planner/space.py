@@ -24,6 +24,7 @@ from kimi_operator.planner.memory import (
 )
 from kimi_operator.planner.pools import Units, num_slots, seqs_by_context
 from kimi_operator.planner.solve import solve
+from kimi_operator.planner.targets import Judged
 from kimi_operator.planner.unified import block_layout
 from kimi_operator.planner.units import counted
 from kimi_operator.planner.workload import Workload
@@ -87,6 +88,8 @@ class Search:
     throughput: Callable[[Layout, Solution], float] | None = None
     """(layout, decode) -> requests or tokens a second, more is better. Without it capacity ranks, and
     then the fewest prefill groups win: capacity knows nothing of how fast prompts come."""
+    queued: Callable[[Layout, Solution], Judged | None] | None = None
+    """(layout, decode) -> a target TTFT beside the wait for a prefill lane, where prompts wait."""
     _solved: dict[tuple[Role, GroupShape, int], Solution | Problem] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -97,6 +100,10 @@ class Search:
         if key not in self._solved:
             self._solved[key] = solve(self._case(role, shape, groups))
         return self._solved[key]
+
+    def waits(self, layout: Layout, decode: Solution) -> Judged | None:
+        """A target TTFT beside the wait for a prefill lane; None where nothing waits, or nobody can say."""
+        return None if self.queued is None else self.queued(layout, decode)
 
     def fits(self, role: Role, shape: GroupShape) -> bool:
         """Whether a group of this shape can serve the workload's longest request."""

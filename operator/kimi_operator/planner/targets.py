@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from kimi_operator.api.deployment import Role
 from kimi_operator.errors import Problem
-from kimi_operator.planner.case import Case, Timing
+from kimi_operator.planner.case import Case, Solution, Timing
 from kimi_operator.planner.units import counted
 
 TPOT, TTFT = "workload.targets.tpotSeconds", "workload.targets.ttftSeconds"
@@ -15,7 +15,7 @@ TARGETS = (TPOT, TTFT)
 
 
 @dataclass(frozen=True, slots=True)
-class _Judged:
+class Judged:
     """A target and the predicted time that it is held against, in seconds."""
 
     field: str
@@ -26,11 +26,28 @@ class _Judged:
     remedy: str
 
     @property
-    def is_unsure(self) -> bool:
+    def misses(self) -> tuple[Problem, ...]:
+        """The target, where the time is longer."""
+        if self.time_s <= self.target_s:
+            return ()
+        unsure = f"; {self._band}: not sure" if self._is_unsure else ""
+        expected = f"at least {self.time_s:.4g} s, {self.what}{unsure}"
+        return (Problem(self.field, f"{self.target_s:g} s", expected, self.remedy),)
+
+    @property
+    def doubts(self) -> tuple[Problem, ...]:
+        """The target, where the time is shorter by less than the prediction's band."""
+        if self.time_s > self.target_s or not self._is_unsure:
+            return ()
+        expected = f"more to be sure: {self.time_s:.4g} s is predicted, and it lies {self._band}"
+        return (Problem(self.field, f"{self.target_s:g} s", expected, "measure it"),)
+
+    @property
+    def _is_unsure(self) -> bool:
         return self.band_s is not None and self.band_s[0] <= self.target_s <= self.band_s[1]
 
     @property
-    def band(self) -> str:
+    def _band(self) -> str:
         assert self.band_s is not None, "what has no band is not unsure"
         return f"within the band of {self.band_s[0]:.4g} to {self.band_s[1]:.4g} s"
 
@@ -38,22 +55,24 @@ class _Judged:
 def missed(case: Case, seqs: int) -> Iterator[Problem]:
     """Targets that are not met: by not even one request of a lane, or by a captured batch of more."""
     for each in _judged(case, seqs):
-        if each.time_s > each.target_s:
-            expected = f"at least {each.time_s:.4g} s, {each.what}" + (
-                f"; {each.band}: not sure" if each.is_unsure else ""
-            )
-            yield Problem(each.field, f"{each.target_s:g} s", expected, each.remedy)
+        yield from each.misses
 
 
 def doubted(case: Case, seqs: int) -> Iterator[Problem]:
     """Targets that so many requests of a lane meet by less than the prediction's band."""
     for each in _judged(case, seqs):
-        if each.is_unsure and each.time_s <= each.target_s:
-            expected = f"more to be sure: {each.time_s:.4g} s is predicted, and it lies {each.band}"
-            yield Problem(each.field, f"{each.target_s:g} s", expected, "measure it")
+        yield from each.doubts
 
 
-def _judged(case: Case, seqs: int) -> Iterator[_Judged]:
+def told(solutions: Iterable[Solution], waits: Judged | None) -> tuple[tuple[Problem, ...], tuple[Problem, ...]]:
+    """What a layout misses; and what it meets within the band alone, unless it is missed for another reason."""
+    judged = (*solutions, *(() if waits is None else (waits,)))
+    misses = tuple(miss for each in judged for miss in each.misses)
+    fields = {miss.field for miss in misses}
+    return misses, tuple(doubt for each in judged for doubt in each.doubts if doubt.field not in fields)
+
+
+def _judged(case: Case, seqs: int) -> Iterator[Judged]:
     if case.timing is None:
         return
     if case.role is Role.DECODE and case.workload.tpot_s is not None:
@@ -62,17 +81,17 @@ def _judged(case: Case, seqs: int) -> Iterator[_Judged]:
         yield _ttft(case, case.timing, case.workload.ttft_s)
 
 
-def _tpot(case: Case, timing: Timing, target_s: float, seqs: int) -> _Judged:
+def _tpot(case: Case, timing: Timing, target_s: float, seqs: int) -> Judged:
     context = min(case.workload.mean_context, case.max_positions)
     running = 1 if timing.decode_step_s(1, context) > target_s else seqs
     load = running, context
     band_s = None if timing.decode_band_s is None else timing.decode_band_s(*load)
     what = f"the step of {'one request' if running == 1 else f'{running:,} requests'} of {counted(context, 'token')}"
-    return _Judged(TPOT, target_s, timing.decode_step_s(*load), band_s, what, "raise it")
+    return Judged(TPOT, target_s, timing.decode_step_s(*load), band_s, what, "raise it")
 
 
-def _ttft(case: Case, timing: Timing, target_s: float) -> _Judged:
+def _ttft(case: Case, timing: Timing, target_s: float) -> Judged:
     load = computed, reused = case.workload.computed_and_reused(case.requests.longest)
     band_s = None if timing.prefill_band_s is None else timing.prefill_band_s(*load)
     what = f"which {counted(computed, 'prompt token')} and {reused:,} reused take"
-    return _Judged(TTFT, target_s, timing.prefill_s(*load), band_s, what, "raise it or shorten prompts")
+    return Judged(TTFT, target_s, timing.prefill_s(*load), band_s, what, "raise it or shorten prompts")

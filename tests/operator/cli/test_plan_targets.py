@@ -144,3 +144,31 @@ def test_a_search_says_which_layouts_meet_a_target_within_the_band(run: Run) -> 
     assert all(f"--target-tpot: got {MISSED_BY_TP2}, expected " in line for line in lines)
     ranked = json.loads(run("plan", *flags, "-o", "json")[1])["ranked"]
     assert [len(each["not_sure"]) for each in ranked] == [1, 1, 0]
+
+
+def ttft_behind_others_s(run: Run, flags: tuple[object, ...], output_tokens: int) -> float:
+    """By Little's law: what of a request's time is not decode, where prefill binds."""
+    speed = json.loads(run("plan", *flags, "-o", "json")[1])["speed"]
+    assert speed["binds"] == "prefill"
+    request_s = output_tokens * speed["concurrency"] / speed["throughput"]["value"]
+    return request_s - output_tokens * speed["tpot"]["value"] / 1e3
+
+
+def test_plan_and_search_agree_on_a_target_that_prompts_wait_for(run: Run) -> None:
+    load = ("--prompt-tokens", 14_336, "--output-tokens", 2048, "--concurrency", 184)
+    flags = ("--chip", "mi300x", "--nodes", 4, *load)
+    ttft_s = ttft_behind_others_s(run, flags, 2048)
+    for target_s, key in ((0.95 * ttft_s, "misses"), (1.05 * ttft_s, "not_sure")):
+        target = ("--target-ttft", f"{target_s:.2f}s")
+        plan = json.loads(run("plan", *flags, *target, "-o", "json")[1])
+        (first, *_) = json.loads(run("plan", "--chip", "mi300x", "--search", 4, *load, *target, "-o", "json")[1])[
+            "ranked"
+        ]
+        assert first["decode"]["tensor_parallel"] == 2
+        (told,) = plan[key]
+        assert told["field"] == "--target-ttft"
+        assert f"{ttft_s:.4g} s" in told["expected"]
+        assert "within the band of" in told["expected"]
+        assert first[key] == [told]
+        assert plan["meets_workload"] == (key == "not_sure")
+    assert "wait for prefill, which binds" in run("plan", *flags, "--target-ttft", f"{0.95 * ttft_s:.2f}s")[1]
