@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from kimi_operator.api.deployment import Role
+from kimi_operator.api.profile import DType, HardwareProfile
 from kimi_operator.cli.outlook import POOL_LABELS, Outlook, RoleOutlook, Speed
 from kimi_operator.errors import Problem
 from kimi_operator.planner import MemoryLine
+from kimi_operator.planner.architecture import Architecture
 from kimi_operator.planner.case import Solution
 from kimi_operator.planner.memory import ITEMSIZE
-from kimi_operator.planner.predict import Prediction
-from kimi_operator.planner.units import binding, bytes_text, counted
+from kimi_operator.planner.pools import num_slots
+from kimi_operator.planner.predict import (
+    HANDOFF_SHARES,
+    Calibration,
+    CurvePoint,
+    Prediction,
+    Request,
+    decode_step_ms,
+    prefill_ms,
+    roofline_s,
+)
+from kimi_operator.planner.roofline import DecodeLoad, PrefillLoad
+from kimi_operator.planner.units import binding, bytes_text, ceil_div, counted
+from kimi_operator.profiles.forecast import decode_forecast, forecast_of
 
 NOT_PREDICTED = "not predicted"
 _RESERVE_FIELDS = {
@@ -32,7 +46,11 @@ _WEIGHT_FORMULAS = {
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One figure: `key` is its name in `--explain`, unique within a plan."""
+    """One figure: `key` is its name in `--explain`, unique within a plan.
+
+    What stands in `values` before a colon or semicolon gives a numeric `text`: its words may be left out, floor, ceil,
+    sqrt, min and max are functions, and units are factors.
+    """
 
     key: str
     text: str
@@ -44,10 +62,9 @@ class Figure:
 def figures(outlook: Outlook) -> Iterator[Figure]:
     """All figures of a plan: the deployment's, each role's limits, memory and predictions."""
     counts = [f"{each.groups} x {each.plan.ranks}" for each in (outlook.prefill, outlook.decode)]
-    yield Figure("gpus", f"{outlook.plan.gpus:,}", "groups x ranks of each role", " + ".join(counts), "the deployment")
-    yield Figure(
-        "nodes", f"{outlook.nodes:,}", "groups x nodesPerGroup of each role", _nodes(outlook), "the deployment"
-    )
+    spec = "spec.prefill and spec.decode"
+    yield Figure("gpus", f"{outlook.plan.gpus:,}", "groups x ranks of each role", " + ".join(counts), spec)
+    yield Figure("nodes", f"{outlook.nodes:,}", "groups x nodesPerGroup of each role", _nodes(outlook), spec)
     for role in Role:
         each = outlook.role(role)
         yield from _layout(outlook, each)
@@ -72,7 +89,9 @@ def _layout(outlook: Outlook, each: RoleOutlook) -> Iterator[Figure]:
     values = f"{each.plan.ranks} / {shape.tensor_parallel} x {counted(each.groups, 'group')}"
     yield Figure(f"{name}.lanes", f"{each.lanes}", "ranks / tensorParallel x groups", values, f"{spec}.tensorParallel")
     values = f"{a.num_experts} / {each.plan.ranks}"
-    yield Figure(f"{name}.expertsPerRank", f"{each.plan.experts_per_rank}", "experts / ranks", values, f"{a.name}")
+    yield Figure(
+        f"{name}.expertsPerRank", f"{each.plan.experts_per_rank}", "experts / ranks", values, f"config of {a.name}"
+    )
 
 
 def _limits(outlook: Outlook, each: RoleOutlook) -> Iterator[Figure]:
@@ -80,11 +99,13 @@ def _limits(outlook: Outlook, each: RoleOutlook) -> Iterator[Figure]:
     name, profile = plan.role, f"profile {outlook.plan.profile}"
     yield _max_num_seqs(outlook, each)
     yield _num_slots(outlook, each)
-    slots = plan.num_state_slots * plan.slot_bytes
-    free = slots + plan.num_pages * plan.page_bytes + next(x.bytes for x in plan.lines if x.label == "free")
+    memory, slots = outlook.planned.profile.spec.gpu.memory, plan.num_state_slots * plan.slot_bytes
+    weights, reserved = (sum(line.bytes for line in lines) for lines in (weights_of(each), reserved_of(each)))
     yield Figure(
-        f"{name}.numPages", f"{plan.num_pages:,}", "(free of weights and reserves - slots) / bytes of a page",
-        f"({free:,} - {slots:,}) B / {plan.page_bytes:,} B", "memory of a GPU, below",
+        f"{name}.numPages", f"{plan.num_pages:,}",
+        "(gpu.memory - weights - reserved - state slots) / bytes of a page, rounded down",
+        f"floor(({memory:,} B - {weights:,} B - {reserved:,} B - {slots:,} B) / {plan.page_bytes:,} B)",
+        of_plan(name, "total", "weights", "reserved", "state slots", "pageBytes"),
     )  # fmt: skip
     tokens = plan.num_pages * plan.page_size_tokens
     yield Figure(
@@ -93,18 +114,12 @@ def _limits(outlook: Outlook, each: RoleOutlook) -> Iterator[Figure]:
     )  # fmt: skip
     yield _page_bytes(outlook, each)
     yield _slot_bytes(outlook, each)
-    stated = outlook.planned.deployment.spec.model.max_model_len
-    yield Figure(
-        f"{name}.maxModelLen", f"{plan.max_model_len:,}",
-        "stated" if stated else "the least of the model's positions and of the tokens of either role's pool",
-        f"{stated:,}" if stated else f"min({outlook.planned.architecture.max_positions:,}, pools)",
-        "spec.model.maxModelLen" if stated else outlook.planned.architecture.name,
-    )  # fmt: skip
+    yield _max_model_len(outlook, each)
     field = f"limits.{name}BatchedTokens"
     budget = limits.prefill_batched_tokens if name is Role.PREFILL else limits.decode_batched_tokens
     yield Figure(
         f"{name}.maxNumBatchedTokens", f"{plan.max_num_batched_tokens:,}", "the profile's, at least maxNumSeqs",
-        f"max({budget}, {plan.max_num_seqs})", f"{profile}: {outlook.planned.profile.spec.source(field)}",
+        f"max({budget:,}, {plan.max_num_seqs:,})", f"{profile}: {outlook.planned.profile.spec.source(field)}",
     )  # fmt: skip
 
 
@@ -115,13 +130,43 @@ def _max_num_seqs(outlook: Outlook, each: RoleOutlook) -> Figure:
         return Figure(f"{plan.role}.maxNumSeqs", f"{plan.max_num_seqs:,}", "stated", f"{plan.max_num_seqs}", source)
     if outlook.plan.workload:
         formula = "the least of what lanes, memory, targets and load allow"
-        return Figure(f"{plan.role}.maxNumSeqs", f"{plan.max_num_seqs:,}", formula, plan.binds, "spec.workload")
+        is_best = isinstance(each.best, Solution) and each.best.max_num_seqs == plan.max_num_seqs
+        values = f"{_least(each.best)}; {plan.binds}" if is_best and isinstance(each.best, Solution) else plan.binds
+        return Figure(f"{plan.role}.maxNumSeqs", f"{plan.max_num_seqs:,}", formula, values, "spec.workload")
     return Figure(
         f"{plan.role}.maxNumSeqs", f"{plan.max_num_seqs:,}",
         "the most, up to limits.maxNumSeqs, whose slots and limits.contextTokensPerSeq each fit what is free",
-        f"up to {limits.max_num_seqs}, {counted(limits.context_tokens_per_seq, 'token')} each",
+        f"up to {limits.max_num_seqs}, {counted(limits.context_tokens_per_seq, 'token')} each: "
+        f"{_pool_of(outlook, each, plan.max_num_seqs)}, {_free(each):,} B are free; "
+        f"with one more {_pool_of(outlook, each, plan.max_num_seqs + 1)}",
         f"profile {outlook.plan.profile}: {outlook.planned.profile.spec.source('limits.maxNumSeqs')}",
     )  # fmt: skip
+
+
+def _pool_of(outlook: Outlook, each: RoleOutlook, seqs: int) -> str:
+    """Bytes of so many slots and contexts of the profile; one stated maxModelLen has its pages in any case."""
+    limits, plan = outlook.planned.profile.spec.limits, each.plan
+    longest = outlook.planned.deployment.spec.model.max_model_len or 1
+    context, needed = (ceil_div(n, limits.page_size_tokens) for n in (limits.context_tokens_per_seq, longest))
+    slots, pages = num_slots(seqs), max(needed, seqs * context)
+    total = slots * plan.slot_bytes + pages * plan.page_bytes
+    return f"{slots:,} slots x {plan.slot_bytes:,} B + {pages:,} pages x {plan.page_bytes:,} B = {total:,} B"
+
+
+def _free(each: RoleOutlook) -> int:
+    """What weights and reserves leave."""
+    return sum(line.bytes for line in each.plan.lines if line.label in POOL_LABELS)
+
+
+def _max_model_len(outlook: Outlook, each: RoleOutlook) -> Figure:
+    key, text = f"{each.plan.role}.maxModelLen", f"{each.plan.max_model_len:,}"
+    if stated := outlook.planned.deployment.spec.model.max_model_len:
+        return Figure(key, text, "stated", f"{stated:,}", "spec.model.maxModelLen")
+    a, plans = outlook.planned.architecture, [outlook.plan.role(role) for role in Role]
+    pools = ", ".join(f"{plan.role} {plan.num_pages:,} pages x {plan.page_size_tokens} tokens" for plan in plans)
+    formula = "the least of the model's positions and of the tokens of either role's pool"
+    source = f"config of {a.name}; {', '.join(f'{role}.numPages' for role in Role)} of this plan"
+    return Figure(key, text, formula, f"min(model {a.max_positions:,}, {pools})", source)
 
 
 def _num_slots(outlook: Outlook, each: RoleOutlook) -> Figure:
@@ -130,7 +175,7 @@ def _num_slots(outlook: Outlook, each: RoleOutlook) -> Figure:
     values = f"{plan.max_num_seqs} + {extra}"
     if speed is not None and speed.handoff is not None:
         values += f"; {_held_by_handoffs(speed, each, extra)}"
-    formula = "maxNumSeqs + a quarter of it, at least 1, for handoffs"
+    formula = "maxNumSeqs + a quarter of it, rounded up, for handoffs"
     why = {
         Role.DECODE: "Assumed: the quarter; a slot is reserved before its prompt is computed, so that no prompt is "
         "computed for a lane without room",
@@ -186,9 +231,14 @@ def _memory(outlook: Outlook, each: RoleOutlook, line: MemoryLine) -> Figure:
         formula = {
             "state slots": "slots x bytes of a slot",
             "KV pages": "pages x bytes of a page",
-            "free": "memory of a GPU - all other lines",
+            "free": "what weights and reserves leave - state slots - KV pages",
         }[line.label]
-        return Figure(key, text, formula, line.how, "planner")
+        source = {
+            "state slots": of_plan(each.plan.role, "numStateSlots", "slotBytes"),
+            "KV pages": of_plan(each.plan.role, "numPages", "pageBytes"),
+            "free": of_plan(each.plan.role, "total", "state slots", "KV pages"),
+        }[line.label]
+        return Figure(key, text, formula, line.how, source)
     field = f"reserve.{_RESERVE_FIELDS[line.label]}"
     return Figure(
         key, text, f"the profile's {field}", f"{line.bytes:,} B", f"profile {outlook.plan.profile}: {line.how}"
@@ -198,48 +248,79 @@ def _memory(outlook: Outlook, each: RoleOutlook, line: MemoryLine) -> Figure:
 def _total(outlook: Outlook, each: RoleOutlook) -> Figure:
     total = sum(line.bytes for line in each.plan.lines)
     profile = outlook.planned.profile.spec
-    values = f"{profile.gpu.memory:,} B"
     source = f"profile {outlook.plan.profile}: {profile.source('gpu.memory')}"
     text = f"{total:,} B = {bytes_text(total)}"
-    return Figure(f"{each.plan.role}.total", text, "the sum of all lines is gpu.memory", values, source)
+    return Figure(
+        f"{each.plan.role}.total", text, "the sum of all lines is gpu.memory", sum_of(each.plan.lines), source
+    )
+
+
+def weights_of(each: RoleOutlook) -> list[MemoryLine]:
+    """What the bar draws as weights."""
+    return [line for line in each.plan.lines if line.is_weights]
+
+
+def reserved_of(each: RoleOutlook) -> list[MemoryLine]:
+    """What neither weights nor pools have."""
+    return [line for line in each.plan.lines if not line.is_weights and line.label not in POOL_LABELS]
+
+
+def sum_of(lines: Iterable[MemoryLine]) -> str:
+    """The bytes of each line."""
+    return " + ".join(f"{line.label} {line.bytes:,} B" for line in lines) or "0 B"
+
+
+def of_plan(role: Role, *names: str) -> str:
+    """A source: other figures of a role, which `--explain` takes."""
+    return f"{', '.join(f'{role}.{name}' for name in names)} of this plan"
 
 
 def _solved(each: RoleOutlook) -> Iterator[Figure]:
     """What the workload would allow, and what it leaves unused."""
     name = each.plan.role
     if isinstance(each.best, Solution):
-        bounds = ", ".join(f"{bound.limit} {bound.max_num_seqs:,}" for bound in each.best.bounds)
         hows = "; ".join(f"{bound.limit}: {bound.how}" for bound in each.best.bounds)
         formula = "the least of what each limit alone would allow"
-        yield Figure(f"{name}.bestMaxNumSeqs", f"{each.best.max_num_seqs:,}", formula, bounds, hows)
+        yield Figure(f"{name}.bestMaxNumSeqs", f"{each.best.max_num_seqs:,}", formula, _least(each.best), hows)
     elif isinstance(each.best, Problem):
         problem = each.best
         yield Figure(f"{name}.bestMaxNumSeqs", "0", "the longest request must fit", problem.got, problem.expected)
-    yield Figure(f"{name}.binds", each.plan.binds, "which limit is reached first", each.plan.binds, "the pools above")
-    total = sum(line.bytes for line in each.unused)
-    values = " + ".join(f"{line.label} {line.bytes:,} B" for line in each.unused) or "none"
+    source = of_plan(name, "maxNumSeqs", "numStateSlots", "numPages")
+    yield Figure(f"{name}.binds", each.plan.binds, "which limit is reached first", each.plan.binds, source)
+    total, values = sum(line.bytes for line in each.unused), sum_of(each.unused)
     source = "; ".join(f"{line.label}: {line.how}" for line in each.unused) or "this workload uses all"
     yield Figure(f"{name}.unused", f"{total:,} B = {bytes_text(total)}", "paid for, never touched", values, source)
+
+
+def _least(best: Solution) -> str:
+    return f"min({', '.join(f'{bound.limit} {bound.max_num_seqs:,}' for bound in best.bounds)})"
 
 
 def _speed(outlook: Outlook) -> Iterator[Figure]:
     speed, either = outlook.speed, outlook.speed or outlook.decode_speed
     reason = outlook.no_speed or "the workload does not fit"
     step, prompt = "factor x sum of the step's terms", "factor x sum of the prompt's terms"
-    bound = "the least of concurrency / (time of a token + its prefill), full lanes, and what prefill feeds"
-    formula = "bytes of a request / achieved bandwidth of its network card"
+    bound = (
+        "the least of concurrency / (TPOT + prefill of a prompt / tokens of an answer), of full lanes / TPOT, and of "
+        "what prefill feeds: its lanes x tokens of an answer / time of a prompt while all of them compute"
+    )
+    formula = "bytes of a request / (bandwidth of its network card x geometric mean of the shares that writes achieved)"
     if either is None or either.handoff is None:
         missing = "nobody stated fabric.nicBytesPerSecond" if either else reason
         yield Figure("handoff", NOT_PREDICTED, formula, "-", missing)
     else:
-        yield _predicted("handoff", either.handoff, formula)
+        values = _handoff_values(outlook, either.request)
+        yield Figure("handoff", with_band(either.handoff), formula, values, either.handoff.calibrated_on)
     if either is None:
         yield Figure("tpot", NOT_PREDICTED, step, "-", reason)
     else:
         yield _predicted("tpot", either.tpot, step)
         yield _predicted("tpotAlone", either.tpot_alone, f"{step}, one request")
-        yield _calibration("calibration.decode", either.tpot)
-    bend = "farthest above the straight line from first to last point of the curve"
+        _, calibration = decode_forecast(*_hardware(outlook))
+        yield _calibration("calibration.decode", either.tpot, calibration)
+    bend = (
+        "the point of the curve that is farthest above the straight line from its first to its last, both scaled to 1"
+    )
     if speed is None:
         for key, formula in (("prefill", prompt), ("throughput", bound), ("knee", bend)):
             yield Figure(key, NOT_PREDICTED, formula, "-", reason)
@@ -247,24 +328,70 @@ def _speed(outlook: Outlook) -> Iterator[Figure]:
     yield _predicted("prefill", speed.prefill, f"{prompt}, alone in its group")
     busy = f"{prompt}, beside those of the lanes that this load keeps busy: {speed.busy_lanes}"
     yield _predicted("prefillBusy", speed.prefill_busy, busy)
-    yield _calibration("calibration.prefill", speed.prefill)
+    yield _calibration("calibration.prefill", speed.prefill, forecast_of(*_hardware(outlook), outlook.workload).prefill)
     at, rate = speed.at, speed.at.tokens_per_second
-    values = f"at {at.concurrency:,} at once; {binding(at.binds)}"
+    values = f"{_bounds(outlook, speed)}: {binding(at.binds)} at {at.concurrency:,} at once"
     yield Figure("throughput", with_band(rate), bound, values, rate.calibrated_on)
     running = f"decode has room for {speed.capacity:,}, TPOT is for {at.running:,} in decode"
     stated = "stated, else as many as decode runs at once"
     yield Figure("concurrency", f"{at.concurrency:,}", stated, running, "the workload")
     rate_there = f"{with_band(speed.knee.tokens_per_second)}; {binding(speed.knee.binds)}"
-    values = f"{rate_there}; decode has room for {speed.capacity:,}"
+    values = f"{_above(speed.curve, speed.knee)}; {rate_there}; decode has room for {speed.capacity:,}"
     yield Figure("knee", f"{speed.knee.concurrency:,} at once", bend, values, rate.calibrated_on)
 
 
-def _calibration(key: str, prediction: Prediction) -> Figure:
+def _hardware(outlook: Outlook) -> tuple[Architecture, HardwareProfile, DType]:
+    return outlook.planned.architecture, outlook.planned.profile, outlook.plan.kv_cache_dtype
+
+
+def _handoff_values(outlook: Outlook, request: Request) -> str:
+    plan, card = outlook.plan.prefill, outlook.planned.profile.spec.fabric.nic_bytes_per_second or 0
+    row = plan.page_bytes // plan.page_size_tokens
+    amount = f"{counted(request.prompt_tokens, 'token')} x {row:,} B + slot of {plan.slot_bytes:,} B"
+    return f"({amount}) / ({card / 1e9:g} GB/s x sqrt({' x '.join(f'{share:g}' for share in HANDOFF_SHARES)}))"
+
+
+def _bounds(outlook: Outlook, speed: Speed) -> str:
+    """What clients, lanes and prefill each allow at the load of the plan; the last two without waiting."""
+    forecast, at, outputs = forecast_of(*_hardware(outlook), outlook.workload), speed.at, speed.request.output_tokens
+    decode = forecast.decode_side(outlook.decode.shape, outlook.decode.groups)
+    prefill = forecast.prefill_side(outlook.prefill.shape, outlook.prefill.groups)
+    running = min(at.concurrency, speed.capacity)
+    load = DecodeLoad(ceil_div(running, decode.groups), speed.request.mean_context)
+    token = number(decode_step_ms(decode.setup, load, decode.calibration).value)
+    new = max(1, speed.request.prompt_tokens - speed.request.cached_tokens)
+    busy = PrefillLoad(new, speed.request.cached_tokens, forecast.chunk_tokens, prefill.setup.shape.lanes)
+    prompt = number(prefill_ms(prefill.setup, busy, prefill.calibration).value)
+    bounds = [f"clients {at.concurrency:,} / ({token} ms + {number(speed.prefill.value)} ms / {outputs:,})"]
+    if running < at.concurrency:
+        bounds.append(f"lanes {running:,} / {token} ms")
+    bounds.append(f"prefill {outlook.prefill.lanes:,} lanes x {outputs:,} / {prompt} ms")
+    return f"min({', '.join(bounds)})"
+
+
+def _above(curve: tuple[CurvePoint, ...], point: CurvePoint) -> str:
+    """By how much a point is above the straight line."""
+    first, width = curve[0].concurrency, curve[-1].concurrency - curve[0].concurrency or 1
+    rates = [each.tokens_per_second.value for each in curve]
+    height, rate = max(rates) - rates[0] or 1.0, point.tokens_per_second.value
+    share = (rate - rates[0]) / height - (point.concurrency - first) / width
+    x = f"({point.concurrency:,} - {first:,}) / {width:,}"
+    y = f"({number(rate)} - {number(rates[0])}) / {number(height)}"
+    return f"{y} - {x} = {share:.3f}, the most of {counted(len(curve), 'point')}"
+
+
+def _calibration(key: str, prediction: Prediction, calibration: Calibration) -> Figure:
     """The factor between a prediction and its terms."""
-    terms_ms = prediction.value / factor_of(prediction)
+    text, points = f"factor {factor_of(prediction):.3f}", calibration.anchors
+    if not points:
+        source = prediction.calibrated_on
+        return Figure(key, text, "stated by the profile's calibration", f"{calibration.factor():.3f}", source)
+    ratios = (f"{number(p.measured_s * 1e3)} ms / {number(roofline_s(p.setup, p.load) * 1e3)} ms" for p in points)
+    values = " x ".join(ratios)
+    if len(points) > 1:
+        values = f"({values}) ^ (1 / {len(points)})"
     formula = "measured / computed time of the points that were fitted, their geometric mean"
-    values = f"here {number(prediction.value)} ms / {number(terms_ms)} ms"
-    return Figure(key, f"factor {factor_of(prediction):.3f}", formula, values, prediction.calibrated_on)
+    return Figure(key, text, formula, values, prediction.calibrated_on)
 
 
 def factor_of(prediction: Prediction) -> float:
@@ -273,8 +400,10 @@ def factor_of(prediction: Prediction) -> float:
 
 
 def _predicted(key: str, prediction: Prediction, formula: str) -> Figure:
-    terms = " + ".join(f"{term.label} {term.seconds * 1e3:.2f} ms ({term.how})" for term in prediction.terms)
-    return Figure(key, with_band(prediction), formula, terms, prediction.calibrated_on)
+    terms = " + ".join(f"{term.label} {number(term.seconds * 1e3)} ms" for term in prediction.terms)
+    hows = "; ".join(f"{term.label}: {term.how}" for term in prediction.terms)
+    values = f"{factor_of(prediction):.3f} x ({terms}); {hows}"
+    return Figure(key, with_band(prediction), formula, values, prediction.calibrated_on)
 
 
 def with_band(prediction: Prediction) -> str:

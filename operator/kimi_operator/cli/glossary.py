@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from kimi_operator.api.deployment import Role
+from kimi_operator.api.deployment import Role, TransportChoice
 from kimi_operator.cli.cost import Cost, all_figures
-from kimi_operator.cli.figures import Figure
+from kimi_operator.cli.figures import Figure, of_plan, reserved_of, sum_of, weights_of
 from kimi_operator.cli.outlook import Outlook, RoleOutlook
-from kimi_operator.cli.text import segments, workload_text
+from kimi_operator.cli.text import workload_text
+from kimi_operator.planner import MemoryLine
 from kimi_operator.planner.designs import Designs, compare_designs
+from kimi_operator.planner.plan import KV_DTYPES, Plan
 from kimi_operator.planner.units import bytes_text
 
 
@@ -160,55 +162,81 @@ def explained_figures(outlook: Outlook, cost: Cost | None) -> list[Figure]:
     plan = outlook.plan
     designs = compare_designs(outlook.planned.architecture, plan, plan.decode)
     both = (figure for role in Role for figure in _of_role(outlook.role(role)))
-    return [*all_figures(outlook, cost), *_of_plan(outlook), *both, *_of_designs(designs, str(plan.kv_cache_dtype))]
+    return [*all_figures(outlook, cost), *_of_plan(outlook), *both, *_of_designs(designs, plan)]
 
 
 def _of_plan(outlook: Outlook) -> Iterator[Figure]:
-    plan, spec = outlook.plan, outlook.planned.profile.spec
+    plan, spec, stated = outlook.plan, outlook.planned.profile.spec, outlook.planned.deployment.spec
     profile = f"profile {plan.profile}"
-    kv = f"{profile}: {spec.source('runtime.kvCacheDtype')}"
-    yield Figure("kvRows", str(plan.kv_cache_dtype), "spec.precision.kvCache, else the profile's", "stated", kv)
+    formula = "spec.precision.kvCache, or the profile's runtime.kvCacheDtype where it is Auto"
+    if stated.precision.kv_cache in KV_DTYPES:
+        values, source = f"{stated.precision.kv_cache}", "spec.precision.kvCache"
+    else:
+        values = f"Auto: {spec.runtime.kv_cache_dtype} of the profile"
+        source = f"{profile}: {spec.source('runtime.kvCacheDtype')}"
+    yield Figure("kvRows", str(plan.kv_cache_dtype), formula, values, source)
     yield Figure("experts", str(plan.experts), "by the profile's runtime.device", str(spec.runtime.device), profile)
-    yield Figure("transport", str(plan.transport), "the profile's fabric.transport", "stated", profile)
+    formula = "spec.handoff.transport, or the profile's fabric.transport where it is Auto"
+    if stated.handoff.transport is TransportChoice.AUTO:
+        values = f"Auto: {spec.fabric.transport} of the profile"
+        source = f"{profile}: {spec.source('fabric.transport')}"
+    else:
+        values, source = f"{stated.handoff.transport}", "spec.handoff.transport"
+    yield Figure("transport", str(plan.transport), formula, values, source)
     source = "assumed: lengths of the context that the profile sets aside a request" if outlook.is_assumed else "stated"
     text = workload_text(outlook)
     yield Figure("workload", text, "spec.workload, --workload or its flags", text, source)
-    yield Figure("bytes", "whole bytes", "1 GiB = 1,024 x 1,024 x 1,024 B", "1,073,741,824 B", "units of the plan")
+    yield Figure(
+        "bytes", "whole bytes", "1 GiB = 1,024 x 1,024 x 1,024 B", "1,073,741,824 B", "binary prefixes of IEC 80000-13"
+    )
 
 
 def _of_role(each: RoleOutlook) -> Iterator[Figure]:
     name, shape = each.plan.role, each.shape
     source, stated = f"spec.{name}.tensorParallel", str(shape.tensor_parallel)
     yield Figure(f"{name}.tensorParallel", stated, "stated", stated, source)
-    sizes = segments(each.plan.lines)
-    for part in ("weights", "reserved"):
-        text = f"{sizes[part]:,} B = {bytes_text(sizes[part])}"
-        yield Figure(f"{name}.{part}", text, "sum of its lines of a GPU's memory", f"{sizes[part]:,} B", "lines below")
+    for part, lines in (("weights", weights_of(each)), ("reserved", reserved_of(each))):
+        total = sum(line.bytes for line in lines)
+        text = f"{total:,} B = {bytes_text(total)}"
+        sources = of_plan(each.plan.role, *(line.label for line in lines))
+        yield Figure(f"{name}.{part}", text, "sum of its lines of a GPU's memory", sum_of(lines), sources)
     known = {line.label for line in each.plan.lines}
-    for line in each.unused:
-        if line.label not in known:
-            text = f"{line.bytes:,} B = {bytes_text(line.bytes)}"
-            yield Figure(
-                f"{name}.{line.label}", text, "what the pool has - what the workload fills", line.how, "planner"
-            )
+    yield from (_unused(each, line) for line in each.unused if line.label not in known)
 
 
-def _of_designs(designs: Designs, dtype: str) -> Iterator[Figure]:
+def _unused(each: RoleOutlook, line: MemoryLine) -> Figure:
+    """A line of what the workload leaves, that is no line of the plan."""
+    plan, values = each.plan, line.how
+    source = of_plan(plan.role, "numPages", "pageBytes", "maxNumSeqs")
+    if line.label == "pool's remainder":
+        source = of_plan(plan.role, "free")
+        values = next(each.how for each in plan.lines if each.label == "free")
+    elif line.label.startswith("idle"):
+        values = f"{line.bytes // plan.page_bytes:,} pages x {plan.page_bytes:,} B; {line.how}"
+    text = f"{line.bytes:,} B = {bytes_text(line.bytes)}"
+    return Figure(f"{plan.role}.{line.label}", text, "what the pool has - what the workload fills", values, source)
+
+
+def _of_designs(designs: Designs, plan: Plan) -> Iterator[Figure]:
     pool, layout, last = f"{designs.pool_bytes:,} B", designs.layout, designs.rows[-1]
-    source = f"the decode pool of the plan; {dtype} rows, in the columns of FP8 one byte a number"
+    blocks, page, slot = f"floor({pool} / {layout.block_bytes:,} B)", plan.decode.page_bytes, plan.decode.slot_bytes
+    source = f"the decode pool of the plan; {plan.kv_cache_dtype} rows, in the columns of FP8 one byte a number"
     lengths = " to ".join(f"{row.context_tokens:,}" for row in (designs.rows[0], last))
     yield Figure("designs.length", f"{lengths} tokens", "four times the last, up to maxModelLen", lengths, source)
     yield Figure(
         "designs.pagesAndSlots", f"{last.apart:,} at {last.context_tokens:,} tokens",
-        "bytes of the pool / (pages of a request x bytes of a page + bytes of a slot)",
-        f"{pool} / {last.apart_request_bytes:,} B", source,
+        "bytes of the pool / (pages of a request x bytes of a page + bytes of a slot), rounded down",
+        f"floor({pool} / ({(last.apart_request_bytes - slot) // page:,} x {page:,} B + {slot:,} B))", source,
     )  # fmt: skip
     yield Figure(
         "designs.unifiedBlocks", f"{last.unified:,} at {last.context_tokens:,} tokens",
-        "whole blocks of the pool / (blocks of a request's tokens + those of its state)",
-        f"{designs.num_blocks:,} blocks / {last.unified_request_bytes // layout.block_bytes:,}", source,
+        "whole blocks of the pool / (blocks of a request's tokens + those of its state), rounded down",
+        f"floor({blocks} / ({last.unified_request_bytes // layout.block_bytes - layout.state_groups:,} + "
+        f"{layout.state_groups}))", source,
     )  # fmt: skip
     yield Figure(
-        "designs.longest", f"{designs.longest_apart:,} in pages, {designs.longest_unified:,} in blocks",
-        "what the pool holds beside one request's state", pool, source,
+        "designs.longest", f"{designs.longest_apart:,} in pages; {designs.longest_unified:,} in blocks",
+        "what the pool holds beside one request's state: whole pages or blocks x tokens of each",
+        f"floor(({pool} - {slot:,} B) / {page:,} B) x {plan.decode.page_size_tokens} in pages; "
+        f"floor(({blocks} - {layout.state_groups}) / {layout.row_groups}) x {layout.block_tokens:,} in blocks", source,
     )  # fmt: skip

@@ -219,5 +219,10 @@ def pool_lines(s: Settings, room: Room) -> tuple[MemoryLine, ...]:
             pages,
             f"{counted(room.num_pages, 'page')} x {page} x {row:,} B ({s.kv_dtype})",
         ),
-        MemoryLine("free", room.units.free - slots - pages, "less than one page", stays_free=True),
+        MemoryLine(
+            "free",
+            room.units.free - slots - pages,
+            f"{room.units.free:,} B - {slots:,} B - {pages:,} B: less than one page",
+            stays_free=True,
+        ),
     )

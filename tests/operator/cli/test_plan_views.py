@@ -216,21 +216,6 @@ def test_every_line_of_memory_explains_itself(run: Run, document: Document) -> N
         assert figure["source"]
 
 
-@pytest.mark.parametrize("name", ["decode.pageBytes", "decode.slotBytes", "decode.KVTokens", "decode.lanes"])
-def test_values_put_into_the_formula_give_the_figure(document: Document, name: str) -> None:
-    (figure,) = document("-f", MI300X, "--explain", name)["figures"]
-    values = figure["values"].replace(",", "").replace(" x ", " * ").replace(" groups", "").replace(" group", "")
-    assert re.fullmatch(r"[0-9+*/(). -]+", values), values
-    assert eval(values) == int(figure["text"].replace(",", "").split()[0])
-
-
-def test_terms_of_a_prediction_add_up_to_it(document: Document) -> None:
-    (figure,) = document("-f", MI300X, "--explain", "tpot")["figures"]
-    terms = [float(term) for term in re.findall(r"([0-9.]+) ms \(", figure["values"])]
-    factor = float(re.search(r"factor ([0-9.]+)", figure["source"])[1])
-    assert factor * sum(terms) == pytest.approx(float(figure["text"].split()[0]), rel=0.01)
-
-
 def test_running_requests_say_where_they_come_from(document: Document) -> None:
     def source(*flags: object) -> str:
         (figure,) = document(*flags, "--explain", "decode.maxNumSeqs")["figures"]
