@@ -41,8 +41,8 @@ COMMANDS = {
 
         What binds over time, pressure on prefill, KV pages and a prefix cache, and times turn by turn; all predicted.
 
-        Exit status: 0 every turn is served; 1 the deployment does not fit, or sessions end early at its longest
-        request; 2 bad input, named with its value and what to do.
+        Exit status: 0 every turn is served; 1 the deployment does not fit, or turns are cut at its longest request,
+        refused or failed; 2 bad input, named with its value and what to do.
         """,
     ),
     "render": Command(
@@ -126,10 +126,13 @@ def run(name: str, arguments: list[str] | None) -> int:
     # Imported in here, so that Ctrl-C is answered in one line from the first moment on.
     from cyclopts import CycloptsError  # noqa: PLC0415
 
+    from kimi_operator.cli.misread import joined, misread  # noqa: PLC0415
+
+    app, words = build_app(name), joined(sys.argv[1:] if arguments is None else arguments)
     try:
-        status = build_app(name)(arguments, result_action="return_value", exit_on_error=False, print_error=False)
+        status = app(words, result_action="return_value", exit_on_error=False, print_error=False)
     except CycloptsError as error:
-        reason = " ".join(str(error).split()).rstrip(".")
+        reason = str(misread(error, words, app) or " ".join(str(error).split()).rstrip("."))
         sys.stderr.write(f"{name}: {reason}; see `{' '.join((name, *(error.command_chain or ())))} --help`\n")
         return BAD_INPUT
     except InvalidSpec as error:
