@@ -18,7 +18,7 @@ The YAML, of which `chip`, `layout` and one point are needed when no option of t
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,6 +28,7 @@ from kimi_operator.api.base import ApiModel, parse
 from kimi_operator.cli.files import read_objects
 from kimi_operator.errors import InvalidSpec, Problem
 from kimi_operator.planner.roofline import Graphs
+from kimi_operator.profiles import architecture
 from kimi_operator.profiles.measurements import MODEL, LayoutFigures, Name, Rate, Tokens
 from kimi_operator.profiles.support import WORKER
 
@@ -72,8 +73,8 @@ class Results(ApiModel):
 def read_results(file: Path, options: Mapping[str, Any]) -> Results:
     """Read a run; `options` fill in what the file does not state, by the file's names.
 
-    Raises InvalidSpec that names file and field: unreadable, neither of the shapes, without points, or at odds with
-    an option.
+    Raises InvalidSpec that names file and field: unreadable, neither of the shapes, without points, at odds with an
+    option, or longer than the model's longest sequence.
     """
     document = _load(file)
     stated = _stated(document, str(file))
@@ -84,7 +85,24 @@ def read_results(file: Path, options: Mapping[str, Any]) -> Results:
     results = parse(Results, {**stated, **options}, str(file))
     if not results.decode and not results.prefill:
         raise _refuse(f"{file}: decode", "no point", "at least one point of decode or prefill", "measure one")
+    if too_long := tuple(_too_long(results, str(file))):
+        raise InvalidSpec(too_long)
     return results
+
+
+def _too_long(results: Results, where: str) -> Iterator[Problem]:
+    """Contexts beyond the model's longest sequence, and prompts that leave no place for an answer."""
+    most = architecture(results.architecture).max_positions
+    contexts = {f"decode.{i}.contextTokens": point.context_tokens for i, point in enumerate(results.decode)}
+    prompts = {f"prefill.{i}.promptTokens": point.prompt_tokens + 1 for i, point in enumerate(results.prefill)}
+    for field, tokens in (contexts | prompts).items():
+        if tokens > most:
+            is_prompt = field in prompts
+            expected = (
+                f"{'less than' if is_prompt else 'at most'} {most:,}, the longest sequence of {results.architecture}"
+            )
+            remedy = "correct it, or name the model that was served in architecture"
+            yield Problem(f"{where}.{field}", f"{tokens - is_prompt:,}", expected, remedy)
 
 
 def _load(file: Path) -> Mapping[str, Any]:

@@ -17,13 +17,14 @@ from kimi_operator.cli.ask import ANSWER_TOKENS, Answer
 from kimi_operator.cli.calibrate import calibrate
 from kimi_operator.cli.report import Level, Row, Run
 from kimi_operator.cli.report import document as needle_document
-from kimi_operator.cli.results import NEEDLE_ANSWER_TOKENS, read_results
+from kimi_operator.cli.results import NEEDLE_ANSWER_TOKENS, DecodePoint, PrefillPoint, read_results
 from kimi_operator.errors import InvalidSpec
 from kimi_operator.planner.memory import GroupShape
 from kimi_operator.planner.predict import roofline_s
 from kimi_operator.planner.roofline import DecodeLoad, Setup
 from kimi_operator.profiles import architecture, built_in_profiles
 from kimi_operator.profiles.measurements import built_in_measurements, calibration_for, worker_engine
+from pydantic.alias_generators import to_camel
 
 MI300X = built_in_profiles()["mi300x"]
 WORKER = Setup(
@@ -228,6 +229,40 @@ def test_groups_share_the_load(tmp_path: Path, capsys: pytest.CaptureFixture[str
     run["decode"] = [{"concurrency": 128, "contextTokens": 4096, "tpotMs": step_ms(64, 4096, 2.5)}]
     found = fragment(capsys, written(tmp_path, run), groups=2)
     assert found["spec"]["calibration"]["decodeFactor"] == pytest.approx(2.5)
+
+
+TOKEN_FIELDS = [
+    (phase, to_camel(name))
+    for phase, point in (("decode", DecodePoint), ("prefill", PrefillPoint))
+    for name in point.model_fields
+    if name.endswith("_tokens")
+]
+
+
+@pytest.mark.parametrize("model", ["kimi-k3", "kimi-k3-tiny"])
+@pytest.mark.parametrize(("phase", "field"), TOKEN_FIELDS)
+def test_tokens_beyond_the_model_are_refused(tmp_path: Path, model: str, phase: str, field: str) -> None:
+    most = architecture(model).max_positions
+    others = {"decode": {"concurrency": 1, "tpotMs": 1000.0}, "prefill": {"seconds": 1e4}}[phase]
+
+    def read(tokens: int) -> None:
+        points = [others | {field: 8}, others | {field: tokens}]
+        read_results(written(tmp_path, {"chip": "mi300x", "architecture": model, phase: points}), {})
+
+    read(most - 1)
+    for tokens in (most + 1, 2 * most):
+        words = (
+            rf"run\.yaml\.{phase}\.1\.{field}: got {tokens:,}, expected .* {most:,}, the longest sequence of {model};"
+        )
+        with pytest.raises(InvalidSpec, match=words):
+            read(tokens)
+
+
+def test_a_prompt_leaves_a_place_for_its_answer(tmp_path: Path) -> None:
+    assert len(TOKEN_FIELDS) == 2
+    run = {"chip": "mi300x", "prefill": [{"promptTokens": 1_048_576, "seconds": 1e4}]}
+    with pytest.raises(InvalidSpec, match="got 1,048,576, expected less than 1,048,576"):
+        read_results(written(tmp_path, run), {})
 
 
 @pytest.mark.parametrize(
