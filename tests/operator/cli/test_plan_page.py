@@ -144,7 +144,7 @@ SIZES = f"""new Promise(done => document.readyState === "complete" ? done() : ad
     const sides = [box.left - outer.left, outer.right - box.right, box.top - outer.top, outer.bottom - box.bottom];
     return {{tag: e.tagName, name: e.getAttribute("class") || "", inside: Math.min(...sides),
       width: box.width, height: box.height, shown: own.width + own.height,
-      paint: style.fill, stroke: style.stroke}}; }})))"""
+      paint: style.fill, stroke: style.stroke, opacity: style.opacity * style.fillOpacity}}; }})))"""
 COMPLAINTS = {
     "Runtime.exceptionThrown",
     "Runtime.consoleAPICalled",
@@ -231,3 +231,10 @@ async def test_a_browser_draws_the_page_from_a_file_without_complaint(page: Call
     assert "rgb(0, 0, 0)" not in painted.values()
     assert len(set(painted.values())) == len(painted) == 5
     assert all(each["stroke"] != "none" for each in drawn if each["tag"] == "polyline")
+    # a band has the colour of its line, which is seen through it
+    bands = [each for each in drawn if each["tag"] == "polygon"]
+    lines = {each["stroke"] for each in drawn if each["name"] == "line value"}
+    assert [each["name"] for each in bands] == ["band", "band"]
+    assert {each["paint"] for each in bands} == lines == {painted["weights"]}
+    assert all(0.1 <= each["opacity"] <= 0.4 for each in bands), bands
+    assert all(each["paint"] != "rgb(0, 0, 0)" for each in drawn if each["tag"] == "circle")
