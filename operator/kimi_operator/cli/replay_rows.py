@@ -14,7 +14,7 @@ from kimi_operator.planner.predict import Prediction
 from kimi_operator.planner.pressure import Summary
 from kimi_operator.planner.retention import Retention
 from kimi_operator.planner.service import Service
-from kimi_operator.planner.units import bytes_text
+from kimi_operator.planner.units import bytes_text, counted
 from kimi_operator.planner.workload import workload_of
 from kimi_operator.profiles.support import rates_warning
 
@@ -30,7 +30,7 @@ def title(outcome: Outcome) -> str:
     """Model, chip and layout."""
     plan = outcome.plan
     layout = "; ".join(f"{role} {_layout(outcome, role)}" for role in Role)
-    return f"{plan.architecture} on {plan.profile}: {plan.gpus} GPUs, {layout}"
+    return f"{plan.architecture} on {plan.profile}: {counted(plan.gpus, 'GPU')}, {layout}"
 
 
 def opening(outcome: Outcome) -> Iterator[str]:
@@ -56,18 +56,21 @@ def summary_rows(outcome: Outcome) -> Iterator[tuple[str, str]]:
         bounds = f"{met.low:.0%} to {met.high:.0%}"
         target = f"{met.target_s * 1e3:g} ms" if met.target_s < 1 else f"{met.target_s:g} s"
         yield f"{met.name} target", f"{target}, met by {met.share:.0%} of turns ({bounds})"
-    lasted = f"{_banded(outcome.banded(lambda s: s.duration_s, 's'))} for {value.turns:,} turns"
+    lasted = f"{_banded(outcome.banded(lambda s: s.duration_s, 's'))} for {counted(value.turns, 'turn')}"
     rates = [number(each / value.duration_s) for each in (value.turns, value.output_tokens)]
-    yield "duration", f"{lasted}, {rates[0]} a second; answers {value.output_tokens:,} tokens, {rates[1]} a second"
+    yield (
+        "duration",
+        f"{lasted}, {rates[0]} a second; answers {counted(value.output_tokens, 'token')}, {rates[1]} a second",
+    )
     computed = f"computes {value.computed_tokens:,} of {value.prompt_tokens:,} prompt tokens"
     lockstep = f"{value.prefill_lockstep:.0%} of that behind the slowest lane of a group"
     yield "prefill", f"{value.prefill_busy:.0%} busy, {lockstep}; {computed}"
     again = _share(value.recomputed_tokens, value.computed_tokens)
-    yield "recomputed", f"{value.recomputed_tokens:,} tokens that an earlier turn had: {again} of the computed"
+    yield "recomputed", f"{counted(value.recomputed_tokens, 'token')} that an earlier turn had: {again} of the computed"
     lanes, pages = lanes_of(service), lanes_of(service) * service.lane.num_pages
     held = f"{value.held_peak:,} of {lanes * service.lane.num_slots:,} state slots held at once"
     used = f"{value.pages_peak:,} of {pages:,} KV pages ({_share(value.pages_peak, pages)})"
-    yield "decode, at most", f"{used}, {held}, on {lanes:,} lanes"
+    yield "decode, at most", f"{used}, {held}, on {counted(lanes, 'lane')}"
     yield from zip(("prefix cache", ""), _cache(outcome.cache, outcome.asked), strict=True)
 
 
@@ -117,15 +120,15 @@ def warnings(outcome: Outcome) -> Iterator[str]:
         )
     if value.refused_turns:
         yield (
-            f"{value.refused_turns:,} of {value.turns:,} turns would be refused (429), and are counted as served: "
-            f"{limits.max_queued:,} requests wait in their lane already (limits.maxQueued); add nodes, or begin fewer "
-            "sessions at once"
+            f"{value.refused_turns:,} of {counted(value.turns, 'turn')} would be refused (429), and are counted as "
+            f"served: their lane has {counted(limits.max_queued, 'request')} waiting already (limits.maxQueued); add "
+            "nodes, or begin fewer sessions at once"
         )
     if value.expired_turns:
         yield (
-            f"{value.expired_turns:,} of {value.turns:,} turns would fail, and are counted as served: prefill ends "
-            f"later than {limits.reservation_s:,g} s after decode made room (timeouts.reservationSeconds); add nodes "
-            "of prefill, or raise it"
+            f"{value.expired_turns:,} of {counted(value.turns, 'turn')} would fail, and are counted as served: "
+            f"prefill ends later than {limits.reservation_s:,g} s after decode made room (timeouts.reservationSeconds);"
+            " add nodes of prefill, or raise it"
         )
     if reuse:
         yield (
@@ -192,7 +195,7 @@ def _waits(summary: Summary) -> str:
 
 def _layout(outcome: Outcome, role: Role) -> str:
     shape, groups = shape_of(outcome.planned, role), outcome.planned.deployment.spec.role(role).groups
-    return f"{groups} x {shape.nodes} nodes TP{shape.tensor_parallel} DP{shape.lanes} EP{shape.ranks}"
+    return f"{groups} x {counted(shape.nodes, 'node')} TP{shape.tensor_parallel} DP{shape.lanes} EP{shape.ranks}"
 
 
 def _cache(cache: Retention, asked: AskedSessions) -> tuple[str, str]:

@@ -25,6 +25,7 @@ TEXTS = ("prefill", "decode")
 """Columns of words; all others are of numbers."""
 COST_HEAD = "a million output tokens"
 LEGEND = "maxNumSeqs is of a lane, in prefill / in decode; the longest request is what both hold beside them"
+TOLD = "Misses and doubts"
 PROBLEM_HEADS = ("field", "got", "expected", "remedy")
 
 
@@ -66,7 +67,7 @@ def _markdown(found: Found) -> Iterator[str]:
         yield f"\n{LEGEND}\n"
         yield from table(_heads(found), _rows(found))
     if told := list(_told_by_place(found)):
-        yield "\n## Misses and doubts\n"
+        yield f"\n## {TOLD}\n"
         yield from (f"- {place} {cell(f'{word}: {problem}')}" for place, word, problem in told)
     if result.shortage is not None:
         yield ""
@@ -93,6 +94,7 @@ def _body(found: Found) -> Iterator[str]:
         numbers = [column for column, head in enumerate(heads) if head not in TEXTS]
         yield from table(heads, _rows(found), numbers=numbers)
     if told := list(_told_by_place(found)):
+        yield f"<h2>{TOLD}</h2>"
         rows = ((place, word, *dataclasses.astuple(problem)) for place, word, problem in told)
         yield from table(("", "", *PROBLEM_HEADS), rows)
     if result.shortage is not None:

@@ -14,6 +14,7 @@ from kimi_operator.cli.manifest_sessions import FromManifest, from_manifest
 from kimi_operator.cli.session_flags import DEFAULTS, SessionFlags
 from kimi_operator.planner.agents import Agents, Session, draw
 from kimi_operator.planner.demand import FIELD
+from kimi_operator.planner.units import counted
 from kimi_operator.planner.workload import Workload
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ def _recorded(file: Path, trace: Trace, reuse: float, manifest: FromManifest) ->
     return AskedSessions(
         sessions=tuple(sessions.values()),
         reuse=reuse,
-        text=(f"{len(sessions):,} sessions of {file}, {num_turns:,} turns",),
+        text=(f"{counted(len(sessions), 'session')} of {file}, {counted(num_turns, 'turn')}",),
         source=f"--trace {file}",
         first_field=f"{longest}.newTokens",
         agents=None,
@@ -182,12 +183,13 @@ def _ramp_s(requests_per_second: Fraction, num_turns: int) -> float:
 
 
 def _text(agents: Agents, manifest: FromManifest, seed: int) -> tuple[str, str]:
-    first = manifest.first_prompt or f"{agents.first_prompt_tokens:,} tokens"
+    first = manifest.first_prompt or counted(agents.first_prompt_tokens, "token")
     means = [f"{agents.turn_tokens:,} added a turn", f"{agents.think_s:g} s of thinking"]
     if manifest.output is None:
         means.insert(1, f"{agents.output_tokens:,} answered")
     lengths = [f"first prompt {first}", *([f"answers {manifest.output}"] if manifest.output else [])]
     return (
-        f"{agents.sessions:,} agents x {agents.turns:,} turns, begun over {agents.ramp_s:g} s, seed {seed}",
+        f"{counted(agents.sessions, 'agent')} x {counted(agents.turns, 'turn')}, begun over {agents.ramp_s:g} s, "
+        f"seed {seed}",
         f"{'; '.join(lengths)}; means of {', '.join(means)}",
     )

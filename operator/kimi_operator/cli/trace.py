@@ -16,6 +16,7 @@ from kimi_operator.cli.files import refuse_file, text_of
 from kimi_operator.cli.flags import refuse
 from kimi_operator.cli.sessions import MOST_SECONDS, MOST_TURNS
 from kimi_operator.planner.agents import Session, Turn
+from kimi_operator.planner.units import counted
 
 Seconds = Annotated[float, Field(ge=0, le=MOST_SECONDS, allow_inf_nan=False)]
 
@@ -63,10 +64,10 @@ def _session(specs: list[TurnSpec], earliest_s: float) -> Session:
 
 def _assumed(sessions: list[list[TurnSpec]]) -> Iterator[str]:
     if starts := sum(specs[0].start_seconds is None for specs in sessions):
-        yield f"startSeconds 0 for {starts:,} sessions"
+        yield f"startSeconds 0 for {counted(starts, 'session')}"
     # after a session's last turn nobody waits for it to think
     if thinks := sum(spec.think_seconds is None for specs in sessions for spec in specs[:-1]):
-        yield f"thinkSeconds 0 for {thinks:,} turns"
+        yield f"thinkSeconds 0 for {counted(thinks, 'turn')}"
 
 
 def _specs(file: Path) -> Iterator[tuple[str, TurnSpec]]:

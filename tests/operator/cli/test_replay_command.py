@@ -196,7 +196,7 @@ def test_turns_that_a_worker_would_refuse_or_let_fail_are_warned_of(run: Run, tm
     turns = trace(*(turn(f"{i}", 20_000) for i in range(16)))
     status, out, _ = run("replay", *flags, "--trace", turns)
     # of a lane's four two have slots, one may wait, and one is refused
-    refused = "4 of 16 turns would be refused (429), and are counted as served: 1 requests wait in their lane already"
+    refused = "4 of 16 turns would be refused (429), and are counted as served: their lane has 1 request waiting"
     failed = "16 of 16 turns would fail, and are counted as served: prefill ends later than 1 s after decode made room"
     assert f"warning: {refused}" in out
     assert f"warning: {failed}" in out

@@ -108,5 +108,5 @@ def test_time_counts_from_the_earliest_start_and_defaults_are_told() -> None:
         lines[1].pop("startSeconds")
         file.write_text("\n".join(map(json.dumps, lines)))
         trace = read_trace(file)
-        assert trace.assumed == ("startSeconds 0 for 1 sessions", "thinkSeconds 0 for 2 turns")
+        assert trace.assumed == ("startSeconds 0 for 1 session", "thinkSeconds 0 for 2 turns")
         assert [session.start_s for session in trace.sessions.values()] == [900, 0]
