@@ -73,6 +73,8 @@ class Share:
     is_virtual: bool
     counted_dies: int
     """Compute dies of the card, by the compute units of one where the labels tell."""
+    has_known_units: bool
+    """Whether a label, the partition or a whole card's memory tells the compute units; else they are the card's."""
 
     @property
     def is_whole(self) -> bool:
@@ -83,10 +85,18 @@ class Share:
 
     def __str__(self) -> str:
         kind = "a virtual function" if self.is_virtual else "a GPU"
-        return (
-            f"{kind} with {self.memory // GIB} of {self.card.memory // GIB} GiB and "
-            f"{self.compute_units} of {self.card.compute_units} compute units of a card ({self.chip})"
-        )
+        units = self.units_text if self.has_known_units else "an unknown number of compute units"
+        return f"{kind} with {self.memory_text} and {units} of a card ({self.chip})"
+
+    @property
+    def memory_text(self) -> str:
+        """Its memory and that of the card."""
+        return f"{self.memory // GIB} of {self.card.memory // GIB} GiB"
+
+    @property
+    def units_text(self) -> str:
+        """Its compute units and those of the card."""
+        return f"{self.compute_units} of {self.card.compute_units} compute units"
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +225,7 @@ def share_of(seen: GpuLabels, candidates: Mapping[str, HardwareProfile]) -> Shar
         partition=partition,
         is_virtual=is_virtual,
         counted_dies=parts if partition.compute is ComputePartition.CPX else card.compute_dies,
+        has_known_units=seen.compute_units is not None or parts > 1 or memory + GIB > card.memory,
     )
 
 

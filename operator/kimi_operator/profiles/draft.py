@@ -35,6 +35,8 @@ MEASURE = {
     "gpu.architecture": "what `rocminfo` calls the GPU: gfx942 or another",
     "gpu.memory": "bytes that programs see: torch.cuda.mem_get_info()[1]",
     "gpu.hbmBytesPerSecond": "peak of the data sheet, in bytes a second",
+    "gpu.computeUnits": "what `rocminfo` counts of the GPU",
+    "gpu.bf16FlopsPerSecond": "peak of dense bfloat16 in operations a second; of a part, by its compute units",
     "gpu.card": "memory, computeUnits and computeDies of the whole card",
     "reserve.contexts": "memory in use once all ranks have started and before weights are loaded, less the heap",
     "reserve.activations": "the most that a step of prefillBatchedTokens takes on top of weights and pools",
@@ -167,7 +169,7 @@ def _of_whole(facts: NodeFacts, base: HardwareProfileSpec, share: Share) -> dict
 
 
 def _of_part(facts: NodeFacts, base: HardwareProfileSpec, share: Share) -> dict[str, Any]:
-    """A part of a card: rates and memory by its share; reserves stay open, a whole card's say nothing about them."""
+    """A part of a card: memory and rates by its share; reserves stay open, a whole card's say nothing about them."""
     whole = dump(base)
     gpu = whole["gpu"] | {
         "resource": facts.resource,
@@ -176,10 +178,14 @@ def _of_part(facts: NodeFacts, base: HardwareProfileSpec, share: Share) -> dict[
         "computeUnits": share.compute_units,
         "partition": dump(share.partition),
     }
-    fraction = min(share.memory / share.card.memory, share.compute_units / share.card.compute_units)
-    for rate in ("hbmBytesPerSecond", "bf16FlopsPerSecond"):
+    shares = _shares(share)
+    for rate, (fraction, _) in shares.items():
         if rate in gpu:
             gpu[rate] = int(gpu[rate] * fraction)
+    if not share.has_known_units:
+        # Those of the whole card would promise what a part of its memory may not come with.
+        del gpu["computeUnits"]
+        gpu.pop("bf16FlopsPerSecond", None)
     if gpu.get("hbmBytesPerSecond", SLOWEST_MEMORY) < SLOWEST_MEMORY:
         # Of so little a share says less than a measurement.
         del gpu["hbmBytesPerSecond"]
@@ -187,10 +193,11 @@ def _of_part(facts: NodeFacts, base: HardwareProfileSpec, share: Share) -> dict[
     if share.is_virtual:
         match["virtualDeviceIds"] = match["deviceIds"]
     sources, basis = _carried(whole, share)
-    part = f"share of {share.chip}, {share.memory // 2**30} of {share.card.memory // 2**30} GiB"
-    for path in ("match.vram", "gpu.memory", "gpu.hbmBytesPerSecond", "gpu.bf16FlopsPerSecond"):
+    told = {f"gpu.{rate}": text for rate, (_, text) in shares.items()}
+    told |= {"gpu.computeUnits": share.units_text, "gpu.memory": share.memory_text, "match.vram": share.memory_text}
+    for path, text in told.items():
         if path.partition(".")[2] in gpu | match:
-            sources[path], basis[path] = part, Basis.DERIVED.value
+            sources[path], basis[path] = f"share of {share.chip}, {text}", Basis.DERIVED.value
         else:
             sources.pop(path, None)
             basis.pop(path, None)
@@ -201,6 +208,13 @@ def _of_part(facts: NodeFacts, base: HardwareProfileSpec, share: Share) -> dict[
     _report(facts, sources, basis, reported)
     kept = {name: whole[name] for name in KEPT_OF_A_PART if name in whole}
     return {"match": match, "gpu": gpu} | kept | {"sources": sources, "basis": basis}
+
+
+def _shares(share: Share) -> dict[str, tuple[float, str]]:
+    """What a part has of each of its card's rates, and by what: FLOPs go with compute units, bandwidth with both."""
+    memory = share.memory / share.card.memory, share.memory_text
+    units = share.compute_units / share.card.compute_units, share.units_text
+    return {"hbmBytesPerSecond": min(memory, units, key=lambda each: each[0]), "bf16FlopsPerSecond": units}
 
 
 def _of_unknown(facts: NodeFacts) -> dict[str, Any]:

@@ -192,9 +192,45 @@ def test_a_partition_is_drafted_as_what_it_is(  # noqa: PLR0917 - fixtures and p
 
 
 @pytest.mark.parametrize(
+    ("labels", "units", "tflops", "bandwidth"),
+    [
+        (labelled("74b5", "128G", 304), "304 of 304", 1307.4, ("128 of 192 GiB", 2 / 3)),
+        (labelled("74b5", "128G", 152), "152 of 304", 653.7, ("152 of 304 compute units", 1 / 2)),
+        (labelled("74b5", "96G", 228), "228 of 304", 980.55, ("96 of 192 GiB", 1 / 2)),
+        (labelled("74a1", "96G", None, "dpx_nps1"), "152 of 304", 653.7, ("96 of 192 GiB", 1 / 2)),
+    ],
+)
+def test_flops_of_a_part_go_with_its_compute_units(  # noqa: PLR0917 - fixtures and parameters
+    run: Run, tmp_path: Path, labels: dict[str, str], units: str, tflops: float, bandwidth: tuple[str, float]
+) -> None:
+    _, document = drafted(run, tmp_path, node(labels, 8))
+    gpu, sources = document["spec"]["gpu"], document["spec"]["sources"]
+    assert f"{gpu['computeUnits']} of {gpu['card']['computeUnits']}" == units
+    assert gpu["bf16FlopsPerSecond"] == pytest.approx(tflops * 1e12)
+    assert sources["gpu.bf16FlopsPerSecond"] == f"share of mi300x, {units} compute units"
+    why, share = bandwidth
+    assert gpu["hbmBytesPerSecond"] == pytest.approx(5.3e12 * share)
+    assert sources["gpu.hbmBytesPerSecond"] == f"share of mi300x, {why}"
+
+
+@pytest.mark.parametrize("device", ["74b5", "74a1"])
+def test_a_part_whose_compute_units_nobody_counted_leaves_flops_open(run: Run, tmp_path: Path, device: str) -> None:
+    """Two thirds of the memory may come with all of them, or with two thirds."""
+    text, document = drafted(run, tmp_path, node(labelled(device, "128G")))
+    spec = document["spec"]
+    assert "with 128 of 192 GiB and an unknown number of compute units of a card (mi300x)" in text
+    assert spec["gpu"]["hbmBytesPerSecond"] == pytest.approx(5.3e12 * 2 / 3)
+    for field in ("computeUnits", "bf16FlopsPerSecond"):
+        assert field not in spec["gpu"]
+        assert f"gpu.{field}" not in spec["sources"] | spec["basis"]
+        assert f"    # {field}: not measured; " in text
+
+
+@pytest.mark.parametrize(
     "labels",
     [
         CPX,
+        labelled("74b5", "128G"),
         labelled("74a1", "192G", 38, "cpx_nps4"),
         labelled("74b5", "24G", 38),
         older_labels("74a1", "192G", 38, 64),
