@@ -37,6 +37,10 @@ from kimi_operator.profiles import architecture
 
 WorkloadDocument = Mapping[str, Any]
 LENGTHS = ("prompt", "output")
+CUT_FOR_OWN = (
+    "flags changed the load that is predicted; what is not stated of maxNumSeqs and pools is still cut for the "
+    "manifest's spec.workload, and --what-if workload.KEY=VALUE cuts it anew"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +62,7 @@ class Asked:
     def problems(self, problems: tuple[Problem, ...]) -> tuple[Problem, ...]:
         """Problems by the names that the user wrote."""
         named = named_by_flag(problems, self.flags, self.written)
-        return named if self.workload else tuple(map(in_spec, named))
+        return named if self.is_from_flags else tuple(map(in_spec, named))
 
 
 def in_spec(problem: Problem) -> Problem:
@@ -82,7 +86,14 @@ def asked_for(files: list[Path], flags: DeploymentFlags, work: WorkloadFlags) ->
         names = DEPLOYMENT_FLAGS | work.given
         deployment = read_by_flag(names, lambda: parse(KimiDeployment, document), written)
     model = read_by_flag(names, lambda: architecture(deployment.spec.model.architecture))
-    return Asked(deployment, profiles, workload_document(work, model.max_positions), names, written)
+    workload = workload_document(work, own_workload(deployment), model.max_positions)
+    return Asked(deployment, profiles, workload, names, written)
+
+
+def own_workload(deployment: KimiDeployment) -> WorkloadDocument:
+    """What the manifest asks for; empty when it does not say."""
+    spec = deployment.spec.workload
+    return {} if spec is None else dump(spec)
 
 
 def chip_of(flags: DeploymentFlags, profiles: Mapping[str, HardwareProfile]) -> HardwareProfile:
@@ -137,7 +148,11 @@ def outlook_of(planned: Planned, asked: Asked) -> Outlook:
     is_assumed = not has_lengths(document)
     outlook = read_by_flag(asked.flags, lambda: look_ahead(planned, stated, is_assumed=is_assumed), asked.written)
     outlook = _with_remedies(outlook)
-    return _judged(_without_repeats(outlook) if asked.is_from_flags else outlook, asked)
+    if asked.is_from_flags:
+        outlook = _without_repeats(outlook)
+    elif spec is not None:
+        outlook = replace(outlook, plan=replace(outlook.plan, warnings=(*outlook.plan.warnings, CUT_FOR_OWN)))
+    return _judged(outlook, asked)
 
 
 def _workload(planned: Planned, document: WorkloadDocument) -> Workload:

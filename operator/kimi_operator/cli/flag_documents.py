@@ -40,6 +40,8 @@ FLAG_OF_FIELD = {
 }
 
 
+LOADS = {"concurrency", "requestsPerSecond"}
+"""Of a workload, one or the other."""
 DEPLOYMENT_FLAGS = frozenset(flag for field, flag in FLAG_OF_FIELD.items() if field.startswith("spec."))
 
 
@@ -191,30 +193,39 @@ def _other_nodes(nodes: int, num_groups: int) -> str:
     return f"write --nodes {less} or {less + num_groups}, or --search {nodes} instead, which chooses the groups"
 
 
-def workload_document(flags: WorkloadFlags, max_positions: int | None = None) -> dict[str, Any]:
+def workload_document(
+    flags: WorkloadFlags, own: Mapping[str, Any] | None = None, max_positions: int | None = None
+) -> dict[str, Any]:
     """The workload of --workload and of the flags, in the form of the file. Empty without any. Raises InvalidSpec.
 
-    `max_positions` are those of the model, where it is known: a length beyond them is told though the other is missing.
+    Flags change `own`, the manifest's; a file takes its place. `max_positions` are those of the model, where it is
+    known: a length beyond them is told though the other is missing.
     """
+    if not flags.given:
+        return {}
     if flags.reuse is not None and not 0 <= flags.reuse < 1:
         raise refuse("--reuse", f"{flags.reuse:g}", "a number from 0 to below 1", "write the share, such as 0.9")
-    document: dict[str, Any] = {} if flags.workload is None else dict(_file(flags.workload))
+    document: dict[str, Any] = dict(own or {}) if flags.workload is None else dict(_file(flags.workload))
     targets = document.get("targets", {})
     times = {
         "tpotSeconds": seconds("--target-tpot", flags.target_tpot),
         "ttftSeconds": seconds("--target-ttft", flags.target_ttft),
     }
-    stated = {
-        "prompt": _lengths("--prompt-tokens", flags.prompt_tokens),
-        "output": _lengths("--output-tokens", flags.output_tokens),
-        "reuse": flags.reuse,
-        "concurrency": flags.concurrency,
-        "requestsPerSecond": flags.requests_per_second,
-    }
-    document |= _without_none(stated)
+    stated = _without_none(
+        {
+            "prompt": _lengths("--prompt-tokens", flags.prompt_tokens),
+            "output": _lengths("--output-tokens", flags.output_tokens),
+            "reuse": flags.reuse,
+            "concurrency": flags.concurrency,
+            "requestsPerSecond": flags.requests_per_second,
+        }
+    )
+    if not stated.keys().isdisjoint(LOADS):
+        document = {name: value for name, value in document.items() if name not in LOADS}
+    document |= stated
     if given := _without_none(times):
         document["targets"] = {**targets, **given} if isinstance(targets, Mapping) else given
-    if flags.workload is None:
+    if flags.workload is None and not own:
         _check_both_lengths(document, flags, max_positions)
     return document
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kimi_operator.cli.asking import Asked, make_plan, outlook_of
+from kimi_operator.cli.asking import Asked, make_plan, outlook_of, own_workload
 from kimi_operator.cli.changes import (
     Change,
     changes,
@@ -87,14 +87,19 @@ def what_if(asked: Asked, edits: list[str], price: float | None, output: str) ->
 def compare(
     pair: tuple[Path, Path], files: list[Path], work: WorkloadFlags, price: float | None, output: str
 ) -> Answer:
-    """Both manifests under one workload, with your own profiles of `files`. Raises InvalidSpec."""
+    """Both manifests, each under its workload as the flags change it, with your own profiles of `files`.
+
+    Raises InvalidSpec.
+    """
     _check_files(files)
     sides = []
     for path in pair:
         documents = read_documents([*files, path])
         deployment = deployment_of([each for each in documents if each[0] == path], [path])
         written = typed(DeploymentFlags(), work)
-        asked = Asked(deployment, profiles_of(documents), workload_document(work), work.given, written)
+        asked = Asked(
+            deployment, profiles_of(documents), workload_document(work, own_workload(deployment)), work.given, written
+        )
         try:
             sides.append(_side(plan_deployment(deployment, asked.profiles), asked, price))
         except InvalidSpec as error:

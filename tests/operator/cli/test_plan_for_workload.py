@@ -95,3 +95,26 @@ def test_reuse_is_warned_of_once(run: Run, manifest: Callable[..., Path], form: 
     in_manifest = run("plan", "-f", manifest(reuse=0.5), "-o", form)[1]
     by_flag = run("plan", "-f", MANIFEST, "--reuse", 0.5, "-o", form)[1]
     assert [out.count("keeps no prefix cache") for out in (in_manifest, by_flag)] == [1, 1]
+
+
+def test_flags_change_the_workload_of_a_manifest(run: Run, manifest: Callable[..., Path]) -> None:
+    """What no flag states stays; a rate takes the place of a concurrency, a target stands beside the other."""
+    file = manifest(reuse=0.5, concurrency=48, targets={"ttftSeconds": 50, "tpotSeconds": 5})
+
+    def load(*flags: object) -> dict[str, Any]:
+        return dict(json.loads(run("plan", "-f", file, *flags, "-o", "json")[1])["workload"])
+
+    own = load()
+    assert (own["assumed"], own["concurrency"], own["reuse"]) == (False, 48, 0.5)
+    assert load("--reuse", 0.25) == own | {"reuse": 0.25}
+    assert load("--output-tokens", 77) == own | {"output": "77 tokens", "output_mean_tokens": 77}
+    slower = load("--target-tpot", "4s")
+    assert slower["targets"] == own["targets"] | {"tpot_seconds": 4.0}
+    # concurrency is what the rate makes of the target: 2 a second x 512 tokens x 5 s
+    assert load("--requests-per-second", 2) == own | {"concurrency": 5120}
+
+
+def test_a_load_by_flags_tells_what_is_still_cut_for_the_manifest(run: Run, manifest: Callable[..., Path]) -> None:
+    assert "still cut for the manifest's spec.workload" in run("plan", "-f", manifest(), "--reuse", 0.25)[1]
+    assert "still cut for" not in run("plan", "-f", manifest())[1]
+    assert "still cut for" not in run("plan", "-f", MANIFEST, "--reuse", 0.25)[1]

@@ -52,7 +52,7 @@ def test_what_is_missed_of_a_file_is_named_by_it(run: Run, tmp_path: Path, plan:
     status, out, _ = run("plan", *PLANS[plan], "--workload", file)
     assert status == 1
     assert f"misses --workload {file}: targets.tpotSeconds" in out.replace("misses:", "misses")
-    assert "spec.workload" not in out
+    assert "spec.workload." not in out
 
 
 def test_a_flag_wins_over_the_file_and_is_named_instead(run: Run, tmp_path: Path) -> None:
