@@ -10,7 +10,7 @@ from typing import Annotated, Any, Final, TypeVar, get_args
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError, WithJsonSchema
 from pydantic.alias_generators import to_camel
 
-from kimi_operator.api.quantity import QUANTITY_PATTERN, REFUSED, checked, read_bytes
+from kimi_operator.api.quantity import MOST_BYTES, QUANTITY_PATTERN, REFUSED, checked, read_bytes
 from kimi_operator.errors import InvalidSpec, Problem
 
 GROUP = "kimi-operator.io"
@@ -59,7 +59,7 @@ def immutable(what: str) -> dict[str, Any]:
 
 
 # Bytes: read from a quantity, held as an exact integer: 0, or 1Mi and more.
-Bytes = Annotated[int, BeforeValidator(read_bytes), Field(ge=0, le=2**60), WithJsonSchema(_INT_OR_STRING)]
+Bytes = Annotated[int, BeforeValidator(read_bytes), Field(ge=0, le=MOST_BYTES), WithJsonSchema(_INT_OR_STRING)]
 # A quantity that is passed on as it was written (cpu: 500m, memory: 64Gi).
 Quantity = Annotated[
     Annotated[str, StringConstraints(pattern=QUANTITY_PATTERN, max_length=24)] | Annotated[int, Field(ge=0)],
@@ -105,7 +105,7 @@ def _problem(item: Any, where: str, model: type[BaseModel]) -> Problem:
     got = _shortened(_written(item["input"]))
     match item["type"]:
         case "extra_forbidden":
-            remedy = f"remove it or mend its spelling{_hint(str(place[-1]), _fields_at(model, place[:-1]))}"
+            remedy = f"remove it or mend its spelling{_hint(str(place[-1]), fields_at(model, place[:-1]))}"
             return Problem(field, got, "no such field", remedy)
         case kind if kind == REFUSED:
             context = item["ctx"]
@@ -114,14 +114,14 @@ def _problem(item: Any, where: str, model: type[BaseModel]) -> Problem:
             return Problem(field, got, context["expected"], context["remedy"])
         case "missing":
             return Problem(field, "nothing", "a value", "set it")
-        case "model_type" if 0 < len(names := _fields_at(model, place)) <= MOST_FIELDS:
+        case "model_type" if 0 < len(names := fields_at(model, place)) <= MOST_FIELDS:
             return Problem(field, got, f"an object with any of {', '.join(names)}", "correct the value")
         case _:
             expected = item["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
             return Problem(field, got, expected, "correct the value")
 
 
-def _fields_at(model: type[BaseModel], place: Sequence[int | str]) -> list[str]:
+def fields_at(model: type[BaseModel], place: Sequence[int | str]) -> list[str]:
     """Names of the fields that the object at this place may have, as they are written; none for a free form."""
     models = [model]
     for part in place:

@@ -8,13 +8,13 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import ConfigDict, Field, StringConstraints, model_validator
 
-from kimi_operator.api.base import API_VERSION, ApiModel, Bytes, dump, rule, rules
+from kimi_operator.api.base import API_VERSION, ApiModel, Bytes, dump, fields_at, rule, rules
 from kimi_operator.api.calibration import CalibrationSpec
 from kimi_operator.api.contradictions import contradictions
 from kimi_operator.api.deployment import Transport
 from kimi_operator.api.meta import ObjectMeta
 from kimi_operator.api.pod import EnvVar, Path, Resources, Source
-from kimi_operator.errors import InvalidSpec
+from kimi_operator.errors import InvalidSpec, Problem
 
 DeviceId = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{4}$", max_length=4)]
 # Far above any hardware: a larger figure is a slip of the keyboard.
@@ -313,7 +313,8 @@ class LimitsSpec(ApiModel):
         default=16_384,
         ge=1,
         le=16_777_216,
-        description="Context that the plan sets aside a running request when it chooses maxNumSeqs itself.",
+        description="Context that the plan sets aside a running request when it chooses maxNumSeqs itself; no more than "
+        "spec.model.maxModelLen.",
     )
     prefill_batched_tokens: int = Field(
         default=2048, ge=1, le=1_048_576, description="Tokens of one step of a prefill lane."
@@ -429,6 +430,13 @@ class HardwareProfileSpec(ApiModel):
         document = dump(self)
         return {path: value for section in _SECTIONS for path, value in _numbers(document.get(section, {}), section)}
 
+    def unstated(self) -> list[str]:
+        """Fields that `basis` speaks of and that have no value, or no figure in them."""
+        figures = self.figures()
+        unknown = [path for path in self.basis if not any(f"{each}.".startswith(f"{path}.") for each in figures)]
+        document = dump(self) if unknown else {}
+        return [path for path in unknown if _is_field(path) and isinstance(_at(document, path), dict | None)]
+
     def unmeasured(self) -> dict[str, str]:
         """Figures that nobody measured on this hardware, each with what is known of it."""
         return {path: self.source(path) for path in self.figures() if (b := self.basis_of(path)) is None or b.caveat}
@@ -445,6 +453,29 @@ class HardwareProfile(ApiModel):
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> Self:
         """Raises InvalidSpec, which passes through pydantic as it is, so that every problem keeps its field."""
-        if problems := tuple(contradictions(self.metadata.name, self.spec)):
+        name, spec = self.metadata.name, self.spec
+        basis, unstated = spec.basis, spec.unstated()
+        missing = tuple(_missing(f"HardwareProfile {name}: spec", path, basis[path]) for path in unstated)
+        # of these basis is right, and the field is what is wrong
+        rest = spec.model_copy(update={"basis": {path: basis[path] for path in basis if path not in unstated}})
+        if problems := (*missing, *contradictions(name, rest)):
             raise InvalidSpec(problems)
         return self
+
+
+def _is_field(path: str) -> bool:
+    names = path.split(".")
+    return all(name in fields_at(HardwareProfileSpec, names[:i]) for i, name in enumerate(names))
+
+
+def _at(document: Any, path: str) -> Any:
+    """What stands at a path; None where nothing does."""
+    for name in path.split("."):
+        document = document.get(name) if isinstance(document, dict) else None
+    return document
+
+
+def _missing(where: str, path: str, basis: Basis) -> Problem:
+    return Problem(
+        f"{where}.{path}", "nothing", f"a value: basis says {basis} of it", "set it, or remove it from basis"
+    )

@@ -15,6 +15,8 @@ REFUSED = "quantity"
 """Type of the errors below; their context has `expected` and `remedy`, and the `key` of a table."""
 LEAST_BYTES = 2**20
 """Of what is set aside of a GPU, a pod or its memory: below it stands a number whose unit was forgotten."""
+MOST_BYTES = 2**60
+"""Far above any hardware."""
 BYTE_KEYS = ("memory", "ephemeral-storage")
 """Names of a pod's resources that are bytes."""
 
@@ -82,17 +84,25 @@ def _too_small(written: str, key: str = "") -> PydanticCustomError:
 
 
 def _remedy(written: str, unit: str = "64Mi or 8Gi") -> str:
-    """The nearest right spelling; `unit` is for what has none."""
+    """The nearest right spelling; `unit` is for what has none, and for what is more than anything has."""
     match = _WRITTEN.fullmatch(written.strip())
     if match is None:
         return f"write a number with a unit, such as {unit}"
     amount = re.sub("[,_ ]", "", match["amount"])
     if match["exponent"]:
-        return f"write {Decimal(amount + match['exponent']):f}"
-    if match["unit"].lower() in ("", "b", "byte", "bytes"):
-        return f"write {amount}"
-    meant = _MEANT.fullmatch(match["unit"])
+        amount = f"{Decimal(amount + match['exponent']):f}"
+    meant = "" if match["unit"].lower() in ("", "b", "byte", "bytes") else _unit(match["unit"])
+    if Decimal(amount) * UNITS.get(meant or "", 1) > MOST_BYTES:
+        return f"write a number with a unit, such as {unit}"
     if meant is None:
         return f"write {amount} with one of these units"
+    return f"write {amount}{meant}"
+
+
+def _unit(written: str) -> str | None:
+    """The unit that is meant; None where none is."""
+    meant = _MEANT.fullmatch(written)
+    if meant is None:
+        return None
     letter = meant[1].lower() if meant[1] in "kK" and not meant[2] else meant[1].upper()
-    return f"write {amount}{letter}{meant[2].lower()}"
+    return f"{letter}{meant[2].lower()}"

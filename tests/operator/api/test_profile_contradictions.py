@@ -76,6 +76,7 @@ def problems(**sections: Any) -> tuple[Problem, ...]:
         # basis
         ({"basis": {"reserve.context": "Measured"}}, "basis", "reserve.context", "path of a figure that this profile"),
         ({"basis": {"gpu.architecture": "Measured"}}, "basis", "gpu.architecture", "path of a figure"),
+        ({"basis": {"gpu.cards.memory": "Measured"}}, "basis", "gpu.cards.memory", "path of a figure"),
     ],
 )  # fmt: skip
 def test_a_contradiction_names_field_value_and_remedy(
@@ -112,6 +113,28 @@ def test_a_contradiction_names_field_value_and_remedy(
 def test_a_wrong_or_missing_figure_is_named_with_its_file(sections: dict[str, Any], field: str, got: str) -> None:
     found = {problem.field: problem.got for problem in problems(**sections)}
     assert found[field] == got
+
+
+@pytest.mark.parametrize("path", [path for path in MI300X["spec"]["basis"] if "." in path])
+def test_a_figure_that_is_left_out_is_named_though_basis_speaks_of_it(path: str) -> None:
+    section, _, field = path.partition(".")
+    changed = document(**{section: {field: None}})
+    try:
+        parse(HardwareProfile, changed)
+    except InvalidSpec as error:
+        (problem,) = error.problems
+        assert (problem.field.rpartition("spec.")[2], problem.got) == (path, "nothing")
+    else:
+        assert section in ("runtime", "reserve", "pod", "limits", "timeouts"), "only these have defaults"
+
+
+def test_a_missing_figure_hides_no_contradiction() -> None:
+    found = problems(gpu={"hbmBytesPerSecond": None}, fabric={"fence": "none"})
+    assert [problem.field.rpartition(" spec.")[2] for problem in found] == ["gpu.hbmBytesPerSecond", "fabric.fence"]
+    assert (found[0].expected, found[0].remedy) == (
+        "a value: basis says DataSheet of it",
+        "set it, or remove it from basis",
+    )
 
 
 def test_every_contradiction_is_named_at_once() -> None:

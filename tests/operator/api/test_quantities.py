@@ -77,7 +77,7 @@ def test_a_forgotten_unit_of_a_pods_memory_is_refused(where: str, amount: str) -
     [
         ("16Gib", "16Gi"), ("16GiB", "16Gi"), ("16gi", "16Gi"), ("16 Gi", "16Gi"), ("16GB", "16G"), ("16g", "16G"),
         ("1,024Mi", "1024Mi"), ("16K", "16k"), ("7KiB", "7Ki"), ("16 bytes", "16"), ("1e9", "1000000000"),
-        ("1.5E10", "15000000000"), ("2.5tib", "2.5Ti"),
+        ("1.5E10", "15000000000"), ("2.5tib", "2.5Ti"), ("1e5Mi", "100000Mi"), ("2e1gib", "20Gi"),
     ],
 )  # fmt: skip
 def test_an_unknown_unit_is_refused_with_the_nearest_spelling(written: str, meant: str) -> None:
@@ -90,6 +90,17 @@ def test_an_unknown_unit_is_refused_with_the_nearest_spelling(written: str, mean
         assert (problem.field, problem.got, problem.remedy) == (f"spec.{field}", repr(written), f"write {meant}")
         assert all(unit in problem.expected for unit in UNITS)
     assert parse_bytes(meant) > 0
+
+
+@pytest.mark.parametrize(
+    "written", ["1e99", "1E30", "2e18", 1e99, "9e9Gi", "99999999999tib", "1e99Xi", "9" * 90 + " Gi"]
+)
+def test_more_than_anything_has_is_not_told_as_a_spelling(written: str | float) -> None:
+    """Following the remedy must not bring the next refusal, nor a hundred digits."""
+    problem = refused(HardwareProfile, PROFILE, "reserve.contexts", written)
+    assert (problem.field, problem.got) == ("spec.reserve.contexts", repr(written))
+    assert problem.expected.startswith("whole bytes, or a number with one of the units k, M,")
+    assert problem.remedy == "write a number with a unit, such as 64Mi or 8Gi"
 
 
 @pytest.mark.parametrize("written", ["", "lots", "Gi", "-", "-16Gi", "16Xi", True, 0.5, "0.0001Ki"])
