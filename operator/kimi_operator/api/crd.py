@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 from typing import Any
@@ -144,9 +145,11 @@ def _yaml(document: object) -> str:
 
 def main(arguments: list[str]) -> int:
     """Write the files, or with --check list those that differ and return 1 when there are any."""
-    check = "--check" in arguments
-    roots = [argument for argument in arguments if argument != "--check"]
-    root = Path(roots[0]) if roots else REPOSITORY
+    parser = argparse.ArgumentParser(prog="python -m kimi_operator.api.crd", description=main.__doc__)
+    parser.add_argument("root", nargs="?", type=Path, default=REPOSITORY, help="folder of crds and charts")
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    asked = parser.parse_args(arguments)
+    root, check = asked.root, asked.check
     stale = drifted(root)
     for path in stale:
         if not check:

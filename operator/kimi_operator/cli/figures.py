@@ -13,7 +13,7 @@ from kimi_operator.planner import MemoryLine
 from kimi_operator.planner.architecture import Architecture
 from kimi_operator.planner.case import Solution
 from kimi_operator.planner.memory import ITEMSIZE
-from kimi_operator.planner.pools import num_slots
+from kimi_operator.planner.pools import context_of_each, num_slots
 from kimi_operator.planner.predict import (
     HANDOFF_SHARES,
     Calibration,
@@ -125,6 +125,7 @@ def _limits(outlook: Outlook, each: RoleOutlook) -> Iterator[Figure]:
 
 def _max_num_seqs(outlook: Outlook, each: RoleOutlook) -> Figure:
     limits, plan = outlook.planned.profile.spec.limits, each.plan
+    context = context_of_each(limits, outlook.planned.deployment.spec.model.max_model_len)
     if outlook.planned.deployment.spec.role(plan.role).max_num_seqs is not None:
         source = f"spec.{plan.role}.maxNumSeqs"
         return Figure(f"{plan.role}.maxNumSeqs", f"{plan.max_num_seqs:,}", "stated", f"{plan.max_num_seqs}", source)
@@ -135,8 +136,9 @@ def _max_num_seqs(outlook: Outlook, each: RoleOutlook) -> Figure:
         return Figure(f"{plan.role}.maxNumSeqs", f"{plan.max_num_seqs:,}", formula, values, "spec.workload")
     return Figure(
         f"{plan.role}.maxNumSeqs", f"{plan.max_num_seqs:,}",
-        "the most, up to limits.maxNumSeqs, whose slots and limits.contextTokensPerSeq each fit what is free",
-        f"up to {limits.max_num_seqs}, {counted(limits.context_tokens_per_seq, 'token')} each: "
+        "the most, up to limits.maxNumSeqs, whose slots and context each fit what is free; the context is "
+        "limits.contextTokensPerSeq, and spec.model.maxModelLen where that is less",
+        f"up to {limits.max_num_seqs}, {counted(context, 'token')} each: "
         f"{_pool_of(outlook, each, plan.max_num_seqs)}, {_free(each):,} B are free; "
         f"with one more {_pool_of(outlook, each, plan.max_num_seqs + 1)}",
         f"profile {outlook.plan.profile}: {outlook.planned.profile.spec.source('limits.maxNumSeqs')}",
@@ -146,8 +148,9 @@ def _max_num_seqs(outlook: Outlook, each: RoleOutlook) -> Figure:
 def _pool_of(outlook: Outlook, each: RoleOutlook, seqs: int) -> str:
     """Bytes of so many slots and contexts of the profile; one stated maxModelLen has its pages in any case."""
     limits, plan = outlook.planned.profile.spec.limits, each.plan
-    longest = outlook.planned.deployment.spec.model.max_model_len or 1
-    context, needed = (ceil_div(n, limits.page_size_tokens) for n in (limits.context_tokens_per_seq, longest))
+    stated = outlook.planned.deployment.spec.model.max_model_len
+    lengths = (context_of_each(limits, stated), stated or 1)
+    context, needed = (ceil_div(n, limits.page_size_tokens) for n in lengths)
     slots, pages = num_slots(seqs), max(needed, seqs * context)
     total = slots * plan.slot_bytes + pages * plan.page_bytes
     return f"{slots:,} slots x {plan.slot_bytes:,} B + {pages:,} pages x {plan.page_bytes:,} B = {total:,} B"

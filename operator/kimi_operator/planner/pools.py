@@ -87,7 +87,7 @@ def cut_pools(s: Settings, role: Role, num_seqs: int | None = None) -> Room | Pr
     units = measure(s, shape)
     if not units.holds(1):
         return _too_small(s, role, shape, units)
-    seqs = role_spec.max_num_seqs or num_seqs or seqs_by_context(s.profile.limits, units)
+    seqs = role_spec.max_num_seqs or num_seqs or seqs_by_context(s.profile.limits, s.spec.model.max_model_len, units)
     if not units.holds(seqs):
         return _too_many(s, role, seqs, units)
     return Room(role, shape, fixed_lines(s, shape), units, seqs, num_slots(seqs), units.num_pages(seqs))
@@ -121,9 +121,14 @@ def whole_units(free: int, fixed: int, unit: int) -> int:
     return max(0, (free - fixed) // unit)
 
 
-def seqs_by_context(limits: LimitsSpec, units: Units) -> int:
-    """As many as have a slot and the profile's context each, beside nothing else; at least one."""
-    context_pages = ceil_div(limits.context_tokens_per_seq, limits.page_size_tokens)
+def context_of_each(limits: LimitsSpec, max_model_len: int | None) -> int:
+    """Tokens that are set aside a running request: those of the profile, and no more than a request may have."""
+    return min(limits.context_tokens_per_seq, max_model_len or limits.context_tokens_per_seq)
+
+
+def seqs_by_context(limits: LimitsSpec, max_model_len: int | None, units: Units) -> int:
+    """As many as have a slot and their context each, beside nothing else; at least one."""
+    context_pages = ceil_div(context_of_each(limits, max_model_len), limits.page_size_tokens)
     for seqs in range(limits.max_num_seqs, 1, -1):
         pages = max(units.pages_needed, seqs * context_pages)
         if num_slots(seqs) * units.slot_bytes + pages * units.page_bytes <= units.free:

@@ -144,7 +144,7 @@ class Search:
         if not self.is_assumed or not isinstance(pool, PagePool):
             return limits.max_num_seqs
         needed = pool.units(self.max_model_len or 1)
-        return seqs_by_context(limits, Units(budget.free, pool.slot_bytes, pool.page_bytes, needed))
+        return seqs_by_context(limits, self.max_model_len, Units(budget.free, pool.slot_bytes, pool.page_bytes, needed))
 
 
 def longest_request(a: Architecture, max_model_len: int | None) -> int:

@@ -183,3 +183,10 @@ def test_a_profile_says_in_a_wide_column_what_the_worker_promises() -> None:
     assert [name for name in columns if "priority" in columns[name]] == ["Transport", "Worker"]
     for name, profile in built_in_profiles().items():
         assert profile.spec.worker is not None, name
+
+
+def test_a_flag_is_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match="2"):
+        crd.main(["--chek"])
+    assert list(tmp_path.iterdir()) == []

@@ -84,6 +84,8 @@ LEFT_TO_THE_PLAN = {"prefill_seqs": st.none(), "decode_seqs": st.none()}
 
 ONE_LONG = Asked(15 * GIB, 2, 2, "BF16", None, None, 400_000)
 """One request of the longest length takes two thirds of the pool."""
+ALL_SHORT = Asked(15 * GIB, 2, 2, "BF16", None, None, 4096)
+"""No request is as long as the context that the profile sets aside."""
 UNEVEN = Asked(20 * GIB, 2, 2, "BF16", 1, 30, None)
 """The roles' pools differ, and both are smaller than the model's longest length."""
 
@@ -147,12 +149,15 @@ def test_only_a_plan_that_says_so_loses_pages_to_more_memory_and_stating_its_cho
 @settings(max_examples=40)
 @given(ask=asked(**LEFT_TO_THE_PLAN))
 @example(ask=ONE_LONG)
+@example(ask=ALL_SHORT)
 def test_the_plan_chooses_the_most_that_hold_their_context_and_finds_some_where_one_fits(ask: Asked) -> None:
     chosen = ask.plan()
     assert isinstance(chosen, Plan) == isinstance(replace(ask, prefill_seqs=1, decode_seqs=1).plan(), Plan)
     if isinstance(chosen, Infeasible):
         return
-    context_pages = -(-MI300X.spec.limits.context_tokens_per_seq // MI300X.spec.limits.page_size_tokens)
+    limits = MI300X.spec.limits
+    context = min(limits.context_tokens_per_seq, ask.max_model_len or limits.context_tokens_per_seq)
+    context_pages = -(-context // limits.page_size_tokens)
     seqs = chosen.decode.max_num_seqs
     assert seqs == 1 or chosen.decode.num_pages >= seqs * context_pages
     if seqs < MI300X.spec.limits.max_num_seqs:
