@@ -26,7 +26,7 @@ from kimi_operator.planner.predict import (
     roofline_s,
     roofline_terms,
 )
-from kimi_operator.planner.roofline import ASSUMED, Attention, DecodeLoad, PrefillLoad, Setup
+from kimi_operator.planner.roofline import ASSUMED, Attention, DecodeLoad, Graphs, PrefillLoad, Setup
 from kimi_operator.planner.units import counted
 
 ENOUGH_POINTS = 3
@@ -109,6 +109,8 @@ def calibrate(setup: Setup, phase: type[DecodeLoad | PrefillLoad], samples: Iter
         Nearness.SAME_ISA: f", borrowed from another {setup.chip.isa} chip",
         Nearness.BORROWED: f", borrowed: {_missing(setup, mine)}",
     }[nearness]
+    if setup.graphs is Graphs.NONE and phase is DecodeLoad and nearness is not Nearness.OWN:
+        where += f"; {setup.engine.name} launches its kernels one by one, which is counted as captured graphs"
     factor = _factor(chosen)
     band = f"{_errors_text(held, without_chip)}, and refits over what is assumed"
     return Calibration(

@@ -32,3 +32,9 @@ def test_an_explanation_tells_it_once(run: Run, wanted: str, figures: int) -> No
         if source.startswith("as of "):
             assert f"{source.removeprefix('as of ')} = " in out.partition(source)[0]
     assert all(out.count(point) <= 1 for point in ONCE.values())
+
+
+def test_a_step_tells_that_its_missing_graphs_are_counted_as_captured(run: Run) -> None:
+    decode, prefill = re.findall(r"(?:decode|prefill) calibrated on +(.*)", run("plan", "--chip", "mi300x")[1])
+    assert "kimi-worker launches its kernels one by one, which is counted as captured graphs" in decode
+    assert "graphs" not in prefill
