@@ -313,8 +313,8 @@ class LimitsSpec(ApiModel):
         default=16_384,
         ge=1,
         le=16_777_216,
-        description="Context that the plan sets aside a running request when it chooses maxNumSeqs itself; no more than "
-        "spec.model.maxModelLen.",
+        description="Context that the plan sets aside a running request when it chooses maxNumSeqs itself; no more "
+        "than spec.model.maxModelLen.",
     )
     prefill_batched_tokens: int = Field(
         default=2048, ge=1, le=1_048_576, description="Tokens of one step of a prefill lane."
