@@ -162,19 +162,28 @@ def test_what_is_chosen_shows_sums_that_hold(outlook: Outlook) -> None:
     for figure in explanation_document(explained_figures(outlook, None))["figures"]:
         for left, right in re.findall(r"(?:^|; |: |with one more )([^;:=]+) = ([\d.,]*\d)", figure["values"]):
             if name_of(figure) in CHOSEN:
-                assert evaluate(left) == pytest.approx(float(right.replace(",", "")), abs=0.005), figure
+                assert evaluate(left) == pytest.approx(float(right.replace(",", "")), abs=0.01), figure
     if outlook.speed is not None:
         (knee,) = (each for each in explained_figures(outlook, None) if each.key == "knee")
         assert " = " in knee.values
 
 
 def test_terms_of_a_step_follow_from_what_they_move_and_how_often(outlook: Outlook) -> None:
-    """62.51 GB at 3.71 TB/s, and 186 of 18 us."""
+    """62.51 GB at 3.71 TB/s, and 186 of 18 us, all as rounded as they are shown."""
+    found = 0
     for figure in explained_figures(outlook, None):
-        for label, amount, rate in re.findall(r"; ([a-z -]+): ([\d.]+) GB at ([\d.]+) TB/s", figure.values):
+        for label, amount, unit, rate in re.findall(
+            r"; ([a-z -]+): ([\d.]+) (GB at|of) ([\d.]+) (?:TB/s|us)", figure.values
+        ):
             shown = re.search(rf"{label} ([\d.,]+) ms", figure.values)
             assert shown is not None
-            assert float(shown[1].replace(",", "")) == pytest.approx(float(amount) / float(rate), rel=0.02), figure
+            number, each = float(amount), float(rate)
+            value, off = (number / each, 0.006 / each) if unit == "GB at" else (number * each / 1e3, number * 0.6e-3)
+            assert float(shown[1].replace(",", "")) == pytest.approx(value, rel=ROUNDED, abs=ROUNDED * value + off), (
+                figure
+            )
+            found += 1
+    assert found >= 6 or outlook.decode_speed is outlook.speed is None
 
 
 def test_sources_are_figures_of_the_plan_or_say_whose_they_are(outlook: Outlook) -> None:
