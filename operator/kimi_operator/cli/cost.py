@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kimi_operator.cli.figures import Figure, figures
+from kimi_operator.cli.figures import Figure, figures, number
 from kimi_operator.cli.flags import refuse
 from kimi_operator.cli.outlook import Outlook
 from kimi_operator.errors import InvalidSpec
@@ -120,23 +120,21 @@ def money(value: float) -> str:
 
 def cost_figures(outlook: Outlook, cost: Cost) -> Iterator[Figure]:
     """The figures of the cost, as all others are explained."""
+    assert outlook.speed is not None, "a cost has a throughput"
+    prompt, answer = (f"{n:,}" for n in (outlook.speed.request.prompt_tokens, outlook.speed.request.output_tokens))
     prefill, decode = (each.groups * each.plan.ranks for each in (outlook.prefill, outlook.decode))
-    for key, price, gpus, tokens in (
-        (
-            "cost.prompt",
-            cost.prompt,
-            f"{prefill} prefill GPUs",
-            "prompt tokens/s, in the workload's proportion to output",
-        ),
-        ("cost.output", cost.output, f"{decode} decode GPUs", "output tokens/s"),
-        ("cost.allIn", cost.all_in, f"{prefill + decode} GPUs", "output tokens/s"),
-        ("cost.request", cost.per_request, f"{prefill + decode} GPUs", "requests/s"),
+    rate, output, million = number(cost.tokens_per_second), "output tokens/s", " x 1,000,000"
+    prompts = f"({output} x tokens of a prompt / of its answer){million}", f"({rate} x {prompt} / {answer}){million}"
+    requests = f"({output} / tokens of an answer)", f"({rate} / {answer})"
+    outputs = f"{output}{million}", f"{rate}{million}"
+    for key, price, gpus, (over, over_values) in (
+        ("cost.prompt", cost.prompt, f"{prefill:,} prefill GPUs", prompts),
+        ("cost.output", cost.output, f"{decode:,} decode GPUs", outputs),
+        ("cost.allIn", cost.all_in, f"{prefill + decode:,} GPUs", outputs),
+        ("cost.request", cost.per_request, f"{prefill + decode:,} GPUs", requests),
     ):
-        each = "" if key == "cost.request" else " x 1,000,000"
-        formula = f"GPUs x price / 3,600 s / {tokens}{each}"
-        rate = f"{cost.tokens_per_second:,.1f} tokens/s at {cost.concurrency:,} at once"
-        values = f"{gpus} x {cost.per_gpu_hour:g} / 3,600; output {rate}"
-        yield Figure(key, price_text(price), formula, values, cost.calibrated_on)
+        values = f"{gpus} x {cost.per_gpu_hour:g} / 3,600 / {over_values}: {output} of {cost.concurrency:,} at once"
+        yield Figure(key, price_text(price), f"GPUs x price / 3,600 s / {over}", values, cost.calibrated_on)
     at = f"{cost.concurrency:,} at once"
     yield Figure("cost.binds", cost.binds, "which bound on the output is the least", at, cost.calibrated_on)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from kimi_operator.cli.asking import asked_for, make_plan, outlook_of
+from kimi_operator.cli.cost import Cost, cost_of
 from kimi_operator.cli.explain import explanation_document
 from kimi_operator.cli.flags import DeploymentFlags, WorkloadFlags
 from kimi_operator.cli.glossary import explained_figures
@@ -122,13 +123,18 @@ def outlook(request: pytest.FixtureRequest) -> Outlook:
     return PLANS[request.param].outlook
 
 
+def cost_at(outlook: Outlook) -> Cost | None:
+    """Of the plan at some price; None where nobody can say how many tokens it pays for."""
+    return cost_of(outlook, 2.5) if outlook.speed else None
+
+
 def name_of(figure: Mapping[str, str]) -> str:
     return figure["key"].removeprefix("prefill.").removeprefix("decode.")
 
 
 def test_each_numeric_figure_follows_from_its_values(outlook: Outlook) -> None:
-    figures = explanation_document(explained_figures(outlook, None))["figures"]
-    checked = 0
+    figures = explanation_document(explained_figures(outlook, cost_at(outlook)))["figures"]
+    checked = []
     for figure in figures:
         texts = figure["text"].split("; ")
         is_chosen = name_of(figure) in CHOSEN and figure["formula"] != "stated" and figure["values"][:4] != "min("
@@ -136,8 +142,9 @@ def test_each_numeric_figure_follows_from_its_values(outlook: Outlook) -> None:
             continue
         for text, values in zip(texts, figure["values"].split("; "), strict=False):
             check(figure["key"], text, values)
-            checked += 1
-    assert checked > 50
+            checked.append(figure["key"])
+    assert len(checked) > 50
+    assert outlook.speed is None or {"cost.prompt", "cost.output", "cost.allIn", "cost.request"} <= set(checked)
 
 
 def test_memory_lines_show_what_makes_their_bytes(outlook: Outlook) -> None:
@@ -187,7 +194,7 @@ def test_terms_of_a_step_follow_from_what_they_move_and_how_often(outlook: Outlo
 
 
 def test_sources_are_figures_of_the_plan_or_say_whose_they_are(outlook: Outlook) -> None:
-    figures = explained_figures(outlook, None)
+    figures = explained_figures(outlook, cost_at(outlook))
     keys = {figure.key for figure in figures}
     for figure in figures:
         named = re.fullmatch(r"(?:[^;]*; )?(.*) of this plan", figure.source)
