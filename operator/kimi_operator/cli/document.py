@@ -113,6 +113,7 @@ def _speed(outlook: Outlook) -> dict[str, Any]:
         **_decode(speed),
         "prefill": dataclasses.asdict(speed.prefill),
         "prefill_busy": {"lanes": speed.busy_lanes, **dataclasses.asdict(speed.prefill_busy)},
+        "ttft": {**_banded(speed.ttft), "waits_for_prefill": speed.waiting_ttft is not None},
         "throughput": _banded(speed.at.tokens_per_second),
         "concurrency": speed.at.concurrency,
         "binds": speed.at.binds,

@@ -24,7 +24,7 @@ from kimi_operator.planner.predict import (
     prefill_ms,
     roofline_s,
 )
-from kimi_operator.planner.roofline import DecodeLoad, PrefillLoad
+from kimi_operator.planner.roofline import DecodeLoad
 from kimi_operator.planner.units import binding, bytes_text, ceil_div, counted
 from kimi_operator.profiles.forecast import decode_forecast, forecast_of
 
@@ -325,12 +325,13 @@ def _speed(outlook: Outlook) -> Iterator[Figure]:
         "the point of the curve that is farthest above the straight line from its first to its last, both scaled to 1"
     )
     if speed is None:
-        for key, formula in (("prefill", prompt), ("throughput", bound), ("knee", bend)):
+        for key, formula in (("prefill", prompt), ("ttft", prompt), ("throughput", bound), ("knee", bend)):
             yield Figure(key, NOT_PREDICTED, formula, "-", reason)
         return
     yield _predicted("prefill", speed.prefill, f"{prompt}, alone in its group")
     busy = f"{prompt}, beside those of the lanes that this load keeps busy: {speed.busy_lanes}"
     yield _predicted("prefillBusy", speed.prefill_busy, busy)
+    yield _ttft(outlook, speed)
     yield _calibration("calibration.prefill", speed.prefill, forecast_of(*_hardware(outlook), outlook.workload).prefill)
     at, rate = speed.at, speed.at.tokens_per_second
     values = f"{_bounds(outlook, speed)}: {binding(at.binds)} at {at.concurrency:,} at once"
@@ -341,6 +342,22 @@ def _speed(outlook: Outlook) -> Iterator[Figure]:
     rate_there = f"{with_band(speed.knee.tokens_per_second)}; {binding(speed.knee.binds)}"
     values = f"{_above(speed.curve, speed.knee)}; {rate_there}; decode has room for {speed.capacity:,}"
     yield Figure("knee", f"{speed.knee.concurrency:,} at once", bend, values, rate.calibrated_on)
+
+
+def _ttft(outlook: Outlook, speed: Speed) -> Figure:
+    if speed.waiting_ttft is None:
+        formula, values = "as prefillBusy, no wait for a lane counted", f"{number(speed.prefill_busy.value)} ms"
+    else:
+        formula = "at once x time of a prompt beside all lanes / lanes of prefill - tokens of an answer x TPOT"
+        prompts = f"{speed.at.concurrency:,} x {_prompt_beside_all(outlook)} ms / {outlook.prefill.lanes}"
+        values = f"{prompts} - {speed.request.output_tokens:,} x {number(speed.tpot.value)} ms"
+    return Figure("ttft", with_band(speed.ttft), formula, values, speed.ttft.calibrated_on)
+
+
+def _prompt_beside_all(outlook: Outlook) -> str:
+    """Milliseconds of a mean prompt while all lanes of its group compute one."""
+    forecast, shape = forecast_of(*_hardware(outlook), outlook.workload), outlook.prefill.shape
+    return number(prefill_ms(forecast.setup(shape), forecast.all_busy(shape), forecast.prefill).value)
 
 
 def _hardware(outlook: Outlook) -> tuple[Architecture, HardwareProfile, DType]:
@@ -358,17 +375,13 @@ def _bounds(outlook: Outlook, speed: Speed) -> str:
     """What clients, lanes and prefill each allow at the load of the plan; the last two without waiting."""
     forecast, at, outputs = forecast_of(*_hardware(outlook), outlook.workload), speed.at, speed.request.output_tokens
     decode = forecast.decode_side(outlook.decode.shape, outlook.decode.groups)
-    prefill = forecast.prefill_side(outlook.prefill.shape, outlook.prefill.groups)
     running = min(at.concurrency, speed.capacity)
     load = DecodeLoad(ceil_div(running, decode.groups), speed.request.mean_context)
     token = number(decode_step_ms(decode.setup, load, decode.calibration).value)
-    new = max(1, speed.request.prompt_tokens - speed.request.cached_tokens)
-    busy = PrefillLoad(new, speed.request.cached_tokens, forecast.chunk_tokens, prefill.setup.shape.lanes)
-    prompt = number(prefill_ms(prefill.setup, busy, prefill.calibration).value)
     bounds = [f"clients {at.concurrency:,} / ({token} ms + {number(speed.prefill.value)} ms / {outputs:,})"]
     if running < at.concurrency:
         bounds.append(f"lanes {running:,} / {token} ms")
-    bounds.append(f"prefill {outlook.prefill.lanes:,} lanes x {outputs:,} / {prompt} ms")
+    bounds.append(f"prefill {outlook.prefill.lanes:,} lanes x {outputs:,} / {_prompt_beside_all(outlook)} ms")
     return f"min({', '.join(bounds)})"
 
 

@@ -95,13 +95,13 @@ GROUPS: dict[str, dict[str, Words]] = {
             ("TPOT", "TPOT ms", "decode step", "no predictions"),
         ),
         "tpotAlone": Words("The same while a single request runs."),
-        "prefill": Words(
-            "Time to compute one prompt while nothing else runs.", ("TTFT", "prefill, output", "no predictions")
-        ),
-        "prefillBusy": Words(
-            "Time to compute one prompt beside those that this load computes at the same time; a target TTFT is judged "
-            "by it, with no wait for a lane and no handoff.",
-            ("TTFT",),
+        "prefill": Words("Time to compute one prompt while nothing else runs.", ("prefill, output", "no predictions")),
+        "prefillBusy": Words("Time to compute one prompt beside those that this load computes at the same time."),
+        "ttft": Words(
+            "Time from asking to the first token, without the handoff; with the wait for a lane only where prefill "
+            "binds and clients wait for their answers. A target TTFT is judged by it, without a wait where no load is "
+            "stated.",
+            ("TTFT", "prefill, output", "no predictions"),
         ),
         "handoff": Words("Time to write a prompt's cache from prefill's GPUs into those of decode."),
         "throughput": Words(

@@ -80,6 +80,8 @@ class Speed:
     busy_lanes: int
     """Lanes of a prefill group that this load keeps busy; targets are judged beside them."""
     prefill_busy: Prediction
+    waiting_ttft: Prediction | None
+    """Mean TTFT where prefill binds, so that prompts wait for it."""
     handoff: Prediction | None
     curve: tuple[CurvePoint, ...]
     """The knee, `at` and the capacity are among its points."""
@@ -98,6 +100,11 @@ class Speed:
     def tpot(self) -> Prediction:
         """Of the load that is sustained."""
         return self.at.tpot
+
+    @property
+    def ttft(self) -> Prediction:
+        """Of the load that is asked for, on average, without the handoff."""
+        return self.waiting_ttft or self.prefill_busy
 
     @property
     def rows(self) -> tuple[CurvePoint, ...]:
@@ -300,6 +307,7 @@ def _speed(prefill: RoleOutlook, decode: RoleOutlook, workload: Workload, foreca
     curve = throughput_curve(sides[0], of_lane, request, sorted(concurrencies), sides[1])
     bend = throughput_curve(sides[0], of_lane, request, {*_bend(curve)} - concurrencies, sides[1])
     curve = tuple(sorted((*curve, *bend), key=lambda point: point.concurrency))
+    at = next(point for point in curve if point.concurrency == asked)
     alone = PrefillLoad(*workload.computed_and_reused(workload.prompt.mean), forecast.chunk_tokens)
     busy_lanes = forecast.busy_lanes(sides[1].setup, prefill.groups)
     return Speed(
@@ -308,11 +316,12 @@ def _speed(prefill: RoleOutlook, decode: RoleOutlook, workload: Workload, foreca
         prefill=prefill_ms(sides[1].setup, alone, forecast.prefill),
         busy_lanes=busy_lanes,
         prefill_busy=prefill_ms(sides[1].setup, replace(alone, busy_lanes=busy_lanes), forecast.prefill),
+        waiting_ttft=forecast.waiting_ttft(prefill.shape, prefill.groups, at),
         handoff=_handoff(sides[1].setup, request.prompt_tokens),
         curve=curve,
         capacity=full,
         knee=knee(curve),
-        at=next(point for point in curve if point.concurrency == asked),
+        at=at,
     )
 
 

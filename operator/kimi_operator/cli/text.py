@@ -59,7 +59,7 @@ def refusal_text(problems: tuple[Problem, ...], head: str = "does not fit:") -> 
 
 
 def summary(outlook: Outlook) -> Iterator[str]:
-    """The first ten lines."""
+    """The first lines: all that most people ask for."""
     plan = outlook.plan
     yield f"{plan.architecture} on {plan.profile}: {counted(plan.gpus, 'GPU')}, KV rows {plan.kv_cache_dtype}, " + (
         f"experts {plan.experts}, handoff {plan.transport}"
@@ -90,6 +90,7 @@ def headline(outlook: Outlook) -> dict[str, str]:
         rate = f"{with_band(speed.at.tokens_per_second)} at {speed.at.concurrency:,} at once"
         found = {
             "TPOT": f"{with_band(speed.tpot)} with {_sustained(speed)}; {alone}",
+            "TTFT": ttft_text(speed),
             "output": f"{rate}; {binding(speed.at.binds)}; knee at {knee_text(speed)}",
         }
     return {**found, "workload": workload_text(outlook)}
@@ -114,6 +115,17 @@ def prefill_text(speed: Speed) -> str:
     if speed.busy_lanes > 1:
         text += f"; {with_band(speed.prefill_busy)} while {speed.busy_lanes} lanes compute, as this load is judged"
     return text
+
+
+def ttft_text(speed: Speed) -> str:
+    """Time to the first token, and whether a wait is in it."""
+    alone = f"{with_band(speed.prefill)} alone"
+    if speed.waiting_ttft is not None:
+        waits = f"on average, as {speed.at.concurrency:,} at once wait for prefill, which binds"
+        return f"{with_band(speed.ttft)} {waits}; {with_band(speed.prefill_busy)} without a wait; {alone}"
+    if speed.busy_lanes == 1:
+        return f"{alone}, no wait counted"
+    return f"{with_band(speed.ttft)} while {speed.busy_lanes} lanes of a group compute, no wait counted; {alone}"
 
 
 def verdict(outlook: Outlook) -> str:

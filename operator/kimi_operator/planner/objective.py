@@ -96,26 +96,33 @@ class Forecast:
         """So many prefill groups, for a curve."""
         return PrefillSide(self.setup(shape), self.prefill, groups, chunk_tokens=self.chunk_tokens)
 
-    def queued(self, shape: GroupShape, groups: int, point: CurvePoint) -> Judged | None:
-        """The target TTFT beside what prompts take that wait for a lane of so many prefill groups; None without a wait.
+    def waiting_ttft(self, shape: GroupShape, groups: int, point: CurvePoint) -> Prediction | None:
+        """Mean TTFT where prompts wait for a lane of so many prefill groups; None where none waits for long.
 
         Clients that wait for their answers keep these to their number, and what of their time is not decode is TTFT
         (Little's law). With a rate nothing limits how many wait: the solver refuses one that prefill cannot feed.
         """
-        work, output_tokens = self.workload, mean_request(self.workload).output_tokens
-        if work.ttft_s is None or work.concurrency is None or point.binds != "prefill":
+        if self.workload.requests_per_second is not None or point.binds != "prefill":
             return None
-        prompt = prefill_ms(self.setup(shape), self._all_busy(shape), self.prefill)
-        decode_s = output_tokens * point.tpot.value / 1e3
+        prompt = prefill_ms(self.setup(shape), self.all_busy(shape), self.prefill)
+        decode_ms = mean_request(self.workload).output_tokens * point.tpot.value
 
-        def ttft_s(prompt_ms: float) -> float:
-            return point.concurrency * prompt_ms / 1e3 / (groups * shape.lanes) - decode_s
+        def ttft_ms(prompt_ms: float) -> float:
+            return point.concurrency * prompt_ms / (groups * shape.lanes) - decode_ms
 
-        what = f"on average, as {point.concurrency:,} at once wait for prefill, which binds"
         # at the fast end none may wait, and a prompt takes its own time
-        band_s = max(prompt.low / 1e3, ttft_s(prompt.low)), ttft_s(prompt.high)
+        low = max(prompt.low, ttft_ms(prompt.low))
+        return Prediction(ttft_ms(prompt.value), low, ttft_ms(prompt.high), "ms", prompt.calibrated_on)
+
+    def queued(self, shape: GroupShape, groups: int, point: CurvePoint) -> Judged | None:
+        """The target TTFT beside the wait of prompts; None without a wait, and where nobody stated how many ask."""
+        ttft = None if self.workload.concurrency is None else self.waiting_ttft(shape, groups, point)
+        if ttft is None or self.workload.ttft_s is None:
+            return None
+        what = f"on average, as {point.concurrency:,} at once wait for prefill, which binds"
+        band_s = ttft.low / 1e3, ttft.high / 1e3
         remedy = "add groups to prefill, or lower the load"
-        return Judged(TTFT, work.ttft_s, ttft_s(prompt.value), band_s, what, remedy)
+        return Judged(TTFT, self.workload.ttft_s, ttft.value / 1e3, band_s, what, remedy)
 
     def queued_on(self, layout: Layout, decode: Solution) -> Judged | None:
         """The same of a layout, at the load that its throughput is of."""
@@ -128,7 +135,7 @@ class Forecast:
         """
         return self._point(layout, decode).tokens_per_second.value
 
-    def _all_busy(self, shape: GroupShape) -> PrefillLoad:
+    def all_busy(self, shape: GroupShape) -> PrefillLoad:
         """A mean prompt beside those of all other lanes."""
         return PrefillLoad(
             *self.workload.computed_and_reused(self.workload.prompt.mean), self.chunk_tokens, shape.lanes

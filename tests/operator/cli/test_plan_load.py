@@ -80,3 +80,26 @@ def test_a_stated_rate_is_the_output_whatever_the_targets_allow(run: Run) -> Non
     tight, loose = (speed_of(run, "--nodes", 4, *load, "--target-tpot", target) for target in ("150ms", "300ms"))
     assert (tight["concurrency"], tight["throughput"]) == (loose["concurrency"], loose["throughput"])
     assert 250 <= tight["throughput"]["value"] < 250 * (1 + 1 / (tight["concurrency"] - 1))
+
+
+@pytest.mark.parametrize("load", [("--concurrency", 200), ()])
+def test_prompts_that_wait_are_in_the_time_to_the_first_token(run: Run, load: tuple[object, ...]) -> None:
+    """Little's law over a whole request: how many are at once is their rate x (TTFT + decode)."""
+    speed = speed_of(run, *UNFED, *load)
+    assert speed["ttft"]["waits_for_prefill"]
+    rate = speed["throughput"]["value"] / 500
+    request_s = (speed["ttft"]["value"] + 500 * speed["tpot"]["value"]) / 1e3
+    assert rate * request_s == pytest.approx(speed["concurrency"])
+    told = f"{number(speed['ttft']['value'] / 1e3)} s ("
+    for form in ("text", "markdown", "html"):
+        assert f"on average, as {speed['concurrency']:,} at once wait for prefill" in run(
+            "plan", "--chip", "mi300x", *UNFED, *load, "-o", form
+        )[1].replace("\\", "")
+    assert told in run("plan", "--chip", "mi300x", *UNFED, *load)[1]
+
+
+@pytest.mark.parametrize("load", [("--concurrency", 3), ("--requests-per-second", 0.01, "--target-tpot", "1s")])
+def test_no_wait_is_counted_where_prefill_does_not_bind(run: Run, load: tuple[object, ...]) -> None:
+    speed = speed_of(run, *UNFED, *load)
+    assert not speed["ttft"]["waits_for_prefill"]
+    assert speed["ttft"]["value"] == speed["prefill_busy"]["value"]
