@@ -21,6 +21,8 @@ _NEAREST = {
     "--ramp": ("--requests-per-second",),
 }
 """Flags of other commands that state the same of a load, or nearly."""
+_FILES = {"--compare": ("A.yaml", "B.yaml")}
+"""Flags that take several files, as they could be written."""
 
 
 def joined(words: Sequence[str]) -> list[str]:
@@ -43,9 +45,20 @@ def without_value(flag: str, words: Sequence[str], flags: Collection[str]) -> Pr
     """A flag that needs a value and has none. `flags` are those of its command."""
     behind = [words[i + 1] for i, word in enumerate(words[:-1]) if word == flag]
     odd = next((word for word in behind if word.startswith("-") and word.split("=")[0] not in flags), None)
+    if odd is None and flag in _FILES:
+        return too_few_files(flag, [])
     if odd is None:
         return Problem(flag, "nothing", "a value", "write it behind the flag")
     return Problem(flag, f"{odd!r}, which reads as a flag", "a value", f"write {flag}={odd} if it is one")
+
+
+def too_few_files(flag: str, given: Sequence[str]) -> Problem:
+    """A flag that takes several files and has none, or not all."""
+    files, num = _FILES[flag], len(given)
+    remedy = f"write {' '.join((flag, *files))}"
+    if not given:
+        return Problem(flag, "nothing", f"{len(files)} files", remedy)
+    return Problem(flag, f"{num} file{'' if num == 1 else 's'}", f"{len(files)}", remedy)
 
 
 def of_others(flag: str, command: str, flags: Mapping[str, Collection[str]]) -> Problem | None:
@@ -64,8 +77,11 @@ def misread(error: CycloptsError, words: Sequence[str], app: App) -> Problem | N
     from cyclopts import MissingArgumentError, UnknownOptionError  # noqa: PLC0415
 
     command = " ".join(error.command_chain or ())
-    if isinstance(error, MissingArgumentError) and error.keyword is not None and not error.tokens_so_far:
-        return without_value(error.keyword, words, _flags(app, command))
+    if isinstance(error, MissingArgumentError) and error.keyword is not None:
+        if not error.tokens_so_far:
+            return without_value(error.keyword, words, _flags(app, command))
+        if error.keyword in _FILES:
+            return too_few_files(error.keyword, error.tokens_so_far)
     if isinstance(error, UnknownOptionError):
         word = error.token.keyword or error.token.value
         names = {command, *(name for name in app if not name.startswith("-"))}

@@ -68,12 +68,23 @@ def test_what_is_wrong_is_said_with_what_to_do(told: Callable[..., str], words: 
     assert told("replay", *MI300X, *words.split()) == WRONG[words]
 
 
-def test_commands_below_others_know_their_flags_and_the_rest_of_two_values_is_told_as_it_was(
-    told: Callable[..., str],
-) -> None:
+def test_commands_below_others_know_their_flags(told: Callable[..., str]) -> None:
     expected = "--chip: got a flag of plan and replay, expected a flag of profile show; leave it out, or choose"
     assert told("profile", "show", "x", "--chip", "y").startswith(expected)
-    assert told("plan", "--compare", "a").endswith("--compare requires 2 positional arguments. Only got 1")
+
+
+@pytest.mark.parametrize(
+    ("words", "got"),
+    [
+        (("--compare", "a"), "1 file, expected 2"),
+        (("--compare=a",), "1 file, expected 2"),
+        (("--compare", "a", "--cost", "2"), "1 file, expected 2"),
+        (("--compare",), "nothing, expected 2 files"),
+        (("--compare", "--cost", "2"), "nothing, expected 2 files"),
+    ],
+)
+def test_one_file_alone_is_compared_with_nothing(told: Callable[..., str], words: tuple[str, ...], got: str) -> None:
+    assert told("plan", *words) == f"--compare: got {got}; write --compare A.yaml B.yaml"
 
 
 @example(["--a", "-5"])
