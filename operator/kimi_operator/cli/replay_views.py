@@ -5,16 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from kimi_operator.cli.asking import asked_for, make_plan
-from kimi_operator.cli.document import dumped, refusal_document
+from kimi_operator.cli.document import dumped
 from kimi_operator.cli.files import STANDARD_INPUT
 from kimi_operator.cli.flags import DeploymentFlags, WorkloadFlags, refuse
 from kimi_operator.cli.progress import Progress
 from kimi_operator.cli.replayed import Outcome, num_turns, replay_on
 from kimi_operator.cli.session_flags import SessionFlags, TableFlags
 from kimi_operator.cli.sessions import asked_sessions
-from kimi_operator.cli.text import refusal_text
-from kimi_operator.cli.views import lines
-from kimi_operator.errors import Problem
+from kimi_operator.cli.views import lines, refusal
 from kimi_operator.planner import Infeasible
 from kimi_operator.planner.demand import FIELD
 from kimi_operator.planner.workload import workload_of
@@ -42,7 +40,7 @@ def answer(files: list[Path], flags: Flags, output: str) -> tuple[str, int]:
     sessions = asked_sessions(of_sessions, None if stated is None else workload_of(stated, FIELD))
     planned = make_plan(asked)
     if isinstance(planned.plan, Infeasible):
-        return _refused(asked.problems(planned.plan.problems), output), 1
+        return refusal(asked.problems(planned.plan.problems), output), 1
     progress = Progress("turns replayed, at predicted, short and long times", num_turns(sessions))
     outcome = replay_on(planned, sessions, rows, progress)
     found = outcome.value.summary
@@ -62,17 +60,3 @@ def _shown(outcome: Outcome, output: str) -> str:
     from kimi_operator.cli.replay_pages import replay_markdown, replay_page  # noqa: PLC0415
 
     return lines(replay_markdown(outcome)) if output == "markdown" else replay_page(outcome)
-
-
-def _refused(problems: tuple[Problem, ...], output: str) -> str:
-    if output in ("json", "yaml"):
-        return dumped(refusal_document(problems), output)
-    if output == "markdown":
-        from kimi_operator.cli.markdown import refusal_markdown  # noqa: PLC0415
-
-        return lines(refusal_markdown(problems))
-    if output == "html":
-        from kimi_operator.cli.page import refusal_page  # noqa: PLC0415
-
-        return refusal_page(problems)
-    return lines(refusal_text(problems))

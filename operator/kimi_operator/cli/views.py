@@ -45,7 +45,7 @@ def answer(files: list[Path], flags: Flags, output: str) -> Answer:
         return what_if(asked, show.what_if, show.cost, output)
     planned = make_plan(asked)
     if isinstance(planned.plan, Infeasible):
-        return _refusal(asked.problems(planned.plan.problems), output), DOES_NOT_FIT
+        return refusal(asked.problems(planned.plan.problems), output), DOES_NOT_FIT
     outlook = outlook_of(planned, asked)
     cost = None if show.cost is None else cost_of(outlook, show.cost)
     if not asked.is_from_flags and output not in ("json", "yaml") and show.explain is None:
@@ -74,7 +74,8 @@ def _shown(outlook: Outlook, cost: Cost | None, output: str) -> str:
     return lines(plan_text(outlook, cost))
 
 
-def _refusal(problems: tuple[Problem, ...], output: str) -> str:
+def refusal(problems: tuple[Problem, ...], output: str) -> str:
+    """What does not fit, in the form that is asked for."""
     if output in ("json", "yaml"):
         return dumped(refusal_document(problems), output)
     if output == "markdown":
