@@ -16,7 +16,7 @@ from kimi_operator.cli.text import refusal_text
 from kimi_operator.errors import Problem
 from kimi_operator.planner.memory import GroupShape
 from kimi_operator.planner.search import Candidate, Reason, Refusal
-from kimi_operator.planner.units import counted
+from kimi_operator.planner.units import bytes_text, counted
 
 SHOWN = 10
 SHAPES_SHOWN = 6
@@ -173,7 +173,19 @@ def _refused(group: list[Refusal]) -> str:
     more = f" and {num - SHAPES_SHOWN} more" if num > SHAPES_SHOWN else ""
     whose = "" if num == 1 else "of the first "
     told = f"{first.reason}: {whose}expected {first.problem.expected}; {first.problem.remedy}"
-    return f"refused {counted(num, 'shape')} of a group ({names}{more}): {told}"
+    return f"refused {counted(num, 'shape')} of a group ({names}{more}): {told}{_too_large(group)}"
+
+
+def _too_large(group: list[Refusal]) -> str:
+    """The weights that memory is too small for: those of a GPU, or all of them where all GPUs together are too few."""
+    split = [refusal for refusal in group if refusal.weights_bytes and not refusal.total]
+    told = [refusal.total for refusal in group if refusal.total][:1]
+    if split:
+        least, most = (bytes_text(pick(refusal.weights_bytes for refusal in split)) for pick in (min, max))
+        held = least if least == most else f"{least} to {most}"
+        whose = f"each of {split[0].shape.ranks} GPUs" if len(split) == 1 else "a GPU"
+        told.insert(0, f"{whose} would hold {held} of weights")
+    return "".join(f"; {text}" for text in told)
 
 
 def _named_shape(refusal: Refusal) -> str:

@@ -34,6 +34,10 @@ class Refusal:
     problem: Problem
     missing_bytes: int = 0
     """Of a GPU's memory, where that is the reason."""
+    weights_bytes: int = 0
+    """Those that a GPU would hold, where its memory is the reason."""
+    total: str = ""
+    """The checkpoint beside all GPUs together, where those cannot hold it."""
 
 
 def refusals(request: Search) -> Iterator[Refusal]:
@@ -61,7 +65,8 @@ def _refusals_of(request: Search, shape: GroupShape) -> Iterator[Refusal]:
         problem = request.outcome(Role.DECODE, shape, 1)
         assert isinstance(problem, Problem)
         problem = _explained(request, Role.DECODE, shape, problem, f"a group of {shape}")
-        yield Refusal(tuple(Role), shape, Reason.MEMORY, problem, overflow.missing)
+        weights, total = _sums(request, shape)[0] // shape.ranks, _total(request, shape)
+        yield Refusal(tuple(Role), shape, Reason.MEMORY, problem, overflow.missing, weights, total)
         return
     for role in Role:
         problem = request.outcome(role, shape, 1)
@@ -72,10 +77,8 @@ def _refusals_of(request: Search, shape: GroupShape) -> Iterator[Refusal]:
 
 def _explained(request: Search, role: Role, shape: GroupShape, problem: Problem, field: str) -> Problem:
     """The solver's problem with the sums over the group, and with the nearest layout that fits."""
-    lines, memory, ranks = request.budget(shape).lines, request.profile.gpu.memory, shape.ranks
-    weights = ranks * sum(line.bytes for line in lines if line.is_weights)
-    reserved = ranks * sum(line.bytes for line in lines if not line.is_weights)
-    checkpoint = total_bytes(tensor_table(request.architecture))
+    (weights, reserved), checkpoint = _sums(request, shape), _checkpoint_bytes(request)
+    memory, ranks = request.profile.gpu.memory, shape.ranks
     got = (
         f"{problem.got}; in the group {bytes_text(weights)} of weights (checkpoint {bytes_text(checkpoint)}) and "
         f"{bytes_text(reserved)} reserved of {ranks} x {bytes_text(memory)} = {bytes_text(ranks * memory)}"
@@ -84,6 +87,26 @@ def _explained(request: Search, role: Role, shape: GroupShape, problem: Problem,
     if request.budget(shape).overflow() is None:
         remedies.append(problem.remedy)
     return Problem(field, got, problem.expected, ", or ".join(remedies))
+
+
+def _sums(request: Search, shape: GroupShape) -> tuple[int, int]:
+    """Bytes of weights and of what is reserved, over all GPUs of the group."""
+    lines = request.budget(shape).lines
+    weights = sum(line.bytes for line in lines if line.is_weights)
+    return shape.ranks * weights, shape.ranks * sum(line.bytes for line in lines if not line.is_weights)
+
+
+def _checkpoint_bytes(request: Search) -> int:
+    return total_bytes(tensor_table(request.architecture))
+
+
+def _total(request: Search, shape: GroupShape) -> str:
+    """That all GPUs together are too few, however weights are split; empty where they are not."""
+    (_, reserved), checkpoint, memory = _sums(request, shape), _checkpoint_bytes(request), request.profile.gpu.memory
+    if checkpoint + reserved <= shape.ranks * memory:
+        return ""
+    have = f"{shape.ranks} x {bytes_text(memory)}"
+    return f"{have} do not hold {bytes_text(checkpoint)} of checkpoint beside {bytes_text(reserved)} reserved"
 
 
 def _nearest(request: Search, role: Role, shape: GroupShape) -> str:

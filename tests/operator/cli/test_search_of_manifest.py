@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -98,11 +99,27 @@ def test_equal_reasons_are_one_line_with_the_number_of_shapes(run: Run) -> None:
     ]
     assert "too little memory a GPU: of the first expected at most 192.0 GiB" in refused[0]
     assert "31.2 GiB are missing in all; use the nearest layout that fits: 2 x 8 GPUs" in refused[0]
+    # two nodes have room for the checkpoint, and their lanes of one GPU for too little of it; one node has no room
+    assert refused[0].endswith(
+        "; each of 16 GPUs would hold 191.0 GiB of weights"
+        "; 8 x 192.0 GiB do not hold 1,453.7 GiB of checkpoint beside 257.6 GiB reserved"
+    )
     assert "pages for less than the longest request" in refused[1]
+    assert not any("hold 1" in each for each in refused[1:])
     assert "ranks that divide the 896 experts of kimi-k3; use groups of [1, 2, 4] nodes" in refused[2]
     shapes = {each["shape"] for each in search(run, "--chip", "mi300x", "--search", 5, *lengths)["refused"]}
     assert len(shapes) == 9
     assert "; 9 shapes of a group do not" in out.splitlines()[0]
+
+
+def test_weights_of_several_shapes_are_said_from_least_to_most(run: Run) -> None:
+    """JSON has the sums over the eight GPUs of each: what fits beside the checkpoint is not where the room ends."""
+    _, out, _ = run("plan", "--chip", "mi325x", "--search", 1)
+    (line,) = [line for line in out.splitlines() if line.startswith("refused ")]
+    assert line.endswith("; a GPU would hold 227.7 GiB to 275.2 GiB of weights")
+    sums = [each["got"] for each in search(run, "--chip", "mi325x", "--search", 1)["refused"]]
+    weights = [float(re.search(r"([\d,.]+) GiB of weights", got)[1].replace(",", "")) / 8 for got in sums]
+    assert sorted(weights) == pytest.approx([227.7, 275.2], abs=0.05)
 
 
 def test_a_miss_names_the_flag_or_the_field_of_the_manifest(run: Run, tmp_path: Path) -> None:
