@@ -7,7 +7,16 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Final, TypeVar, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError, WithJsonSchema
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+    ValidationInfo,
+    WithJsonSchema,
+)
 from pydantic.alias_generators import to_camel
 
 from kimi_operator.api.quantity import MOST_BYTES, QUANTITY_PATTERN, REFUSED, checked, read_bytes
@@ -58,8 +67,12 @@ def immutable(what: str) -> dict[str, Any]:
     return rules(rule("self == oldSelf", f"{what} cannot change; create a new KimiDeployment instead"))
 
 
-# Bytes: read from a quantity, held as an exact integer: 0, or 1Mi and more.
-Bytes = Annotated[int, BeforeValidator(read_bytes), Field(ge=0, le=MOST_BYTES), WithJsonSchema(_INT_OR_STRING)]
+def _read_field(value: object, info: ValidationInfo) -> int:
+    return read_bytes(value, info.field_name or "")
+
+
+# Bytes: read from a quantity, held as an exact integer.
+Bytes = Annotated[int, BeforeValidator(_read_field), Field(ge=0, le=MOST_BYTES), WithJsonSchema(_INT_OR_STRING)]
 # A quantity that is passed on as it was written (cpu: 500m, memory: 64Gi).
 Quantity = Annotated[
     Annotated[str, StringConstraints(pattern=QUANTITY_PATTERN, max_length=24)] | Annotated[int, Field(ge=0)],

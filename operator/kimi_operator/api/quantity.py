@@ -14,11 +14,15 @@ QUANTITY_PATTERN = rf"^[0-9]+(\.[0-9]+)?(m|{'|'.join(UNITS)})?$"
 REFUSED = "quantity"
 """Type of the errors below; their context has `expected` and `remedy`, and the `key` of a table."""
 LEAST_BYTES = 2**20
-"""Of what is set aside of a GPU, a pod or its memory: below it stands a number whose unit was forgotten."""
+"""A smaller number without a unit is one whose unit was forgotten."""
 MOST_BYTES = 2**60
 """Far above any hardware."""
 BYTE_KEYS = ("memory", "ephemeral-storage")
 """Names of a pod's resources that are bytes."""
+_MOST_MEANT = {"staging": 2**30, "margin": 2**34, "graphs": 2**34, "activations": 2**36, "contexts": 2**36}
+"""More than such a field ever has; the largest unit that stays below is advised."""
+_MOST_MEANT |= {"symmetric_heap": 2**37, "shared_memory": 2**40}
+_MOST_OF_A_GPU, _MOST_OF_A_POD = 2**39, 2**42
 
 _BYTES = re.compile(rf"(?P<amount>[0-9]+(\.[0-9]+)?)(?P<unit>{'|'.join(UNITS)})?")
 _WRITTEN = re.compile(r"(?P<amount>[0-9][0-9,_ ]*(\.[0-9]+)?)(?P<exponent>[eE][+]?[0-9]{1,2})?\s*(?P<unit>[A-Za-z]*)")
@@ -39,11 +43,11 @@ def parse_bytes(value: object) -> int:
     return int(Decimal(match["amount"]) * UNITS.get(match["unit"], 1))
 
 
-def read_bytes(value: object) -> int:
-    """The same of a field; nothing but 0 may be so small that its unit was forgotten. Raises ValueError."""
+def read_bytes(value: object, field: str = "") -> int:
+    """The same of a field; no bare number but 0 may be so small that its unit was forgotten. Raises ValueError."""
     amount = parse_bytes(value)
-    if _is_too_small(value, amount):
-        raise _too_small(str(value))
+    if _is_too_small(str(value), amount):
+        raise _too_small(str(value), _MOST_MEANT.get(field, _MOST_OF_A_GPU))
     return amount
 
 
@@ -61,7 +65,7 @@ def with_enough_bytes(amounts: dict[str, str | int]) -> dict[str, str | int]:
         whole = written.removesuffix("m")
         amount = parse_bytes(whole) // (1000 if whole != written else 1)
         if _is_too_small(whole, amount):
-            raise _too_small(written, key)
+            raise _too_small(written, _MOST_OF_A_POD, key)
     return amounts
 
 
@@ -71,16 +75,25 @@ def refusal(expected: str, remedy: str, key: str = "") -> PydanticCustomError:
     return PydanticCustomError(REFUSED, "{expected}; {remedy}", dict(context))
 
 
-def _is_too_small(written: object, amount: int) -> bool:
-    """Whether it is nearly nothing, though something was written: 0.5 is none of a whole byte."""
-    return 0 <= amount < LEAST_BYTES and re.search("[1-9]", str(written)) is not None
+def _is_too_small(written: str, amount: int) -> bool:
+    """Whether a number other than 0 lacks its unit, or has one and is none of a whole byte: 0.0001Ki."""
+    least = LEAST_BYTES if _is_bare(written) else 1
+    return 0 <= amount < least and re.search("[1-9]", written) is not None
 
 
-def _too_small(written: str, key: str = "") -> PydanticCustomError:
-    number = re.fullmatch(r"([0-9.]+)m?", written)
-    unit = "Mi" if written.endswith("m") or (number and Decimal(number[1]) >= 1024) else "Gi"
-    remedy = f"write it with its unit, such as {number[1]}{unit}" if number else "write 0 or a larger amount"
-    return refusal("0, or at least 1Mi (1,048,576 bytes)", remedy, key)
+def _is_bare(written: str) -> bool:
+    return not written[-1:].isalpha()
+
+
+def _too_small(written: str, most: int, key: str = "") -> PydanticCustomError:
+    """Advises the largest unit with which the amount is at most `most` bytes."""
+    number = written.removesuffix("m")
+    if not _is_bare(number):
+        return refusal("0, or at least a byte", "write 0 or a larger amount", key)
+    units = ("Mi",) if number != written else ("Gi", "Mi")
+    unit = next((unit for unit in units if Decimal(number) * UNITS[unit] <= most), "Ki")
+    remedy = f"write it with its unit, such as {number}{unit}"
+    return refusal(f"0, a number with its unit, or at least {LEAST_BYTES:,} bytes", remedy, key)
 
 
 def _remedy(written: str, unit: str = "64Mi or 8Gi") -> str:

@@ -45,8 +45,28 @@ def refused(
 def test_a_forgotten_unit_of_any_byte_field_is_refused(field: str) -> None:
     problem = refused(HardwareProfile, PROFILE, field, 16)
     assert (problem.field, problem.got) == (f"spec.{field}", "16")
-    assert problem.expected == "0, or at least 1Mi (1,048,576 bytes)"
-    assert problem.remedy == "write it with its unit, such as 16Gi"
+    assert problem.expected == "0, a number with its unit, or at least 1,048,576 bytes"
+    assert problem.remedy == f"write it with its unit, such as {'16Mi' if field == 'reserve.staging' else '16Gi'}"
+
+
+@pytest.mark.parametrize("field", BYTE_FIELDS)
+@pytest.mark.parametrize("number", [1, 7, 64, 1000, 65_536, 1_048_575])
+def test_the_unit_that_is_advised_is_plausible_for_the_field(field: str, number: int) -> None:
+    """No more than the largest GPU has, but for what a pod shares, and no refusal again."""
+    meant = refused(HardwareProfile, PROFILE, field, number).remedy.rpartition(" ")[2]
+    assert read_bytes(meant) <= (2**40 if field == "pod.sharedMemory" else 2**39)
+    assert meant != "1000Gi" or field == "pod.sharedMemory"
+
+
+@pytest.mark.parametrize("written", ["512Ki", "1Ki", "100k", "0.5Mi"])
+def test_a_small_amount_with_its_unit_is_taken(written: str) -> None:
+    changed = json.loads(json.dumps(PROFILE))
+    changed["spec"]["reserve"]["staging"] = written
+    assert parse(HardwareProfile, changed).spec.reserve.staging == parse_bytes(written) > 0
+    pod = json.loads(json.dumps(DEPLOYMENT))
+    pod["spec"]["router"] = {"template": {"resources": {"requests": {"memory": written}}}}
+    resources = dump(parse(KimiDeployment, pod))["spec"]["router"]["template"]["resources"]
+    assert resources["requests"]["memory"] == written
 
 
 def test_no_byte_field_of_the_schema_is_left_out() -> None:
