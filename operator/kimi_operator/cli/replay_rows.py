@@ -195,7 +195,7 @@ def _waits(summary: Summary) -> str:
 
 def _layout(outcome: Outcome, role: Role) -> str:
     shape, groups = shape_of(outcome.planned, role), outcome.planned.deployment.spec.role(role).groups
-    return f"{groups} x {counted(shape.nodes, 'node')} TP{shape.tensor_parallel} DP{shape.lanes} EP{shape.ranks}"
+    return f"{groups} x {shape.in_nodes}"
 
 
 def _cache(cache: Retention, asked: AskedSessions) -> tuple[str, str]:

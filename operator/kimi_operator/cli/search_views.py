@@ -208,7 +208,7 @@ def _rows(found: Found) -> Iterator[tuple[str, ...]]:
 
 def _cells(place: int, candidate: Candidate) -> tuple[str, ...]:
     layout, rate = candidate.layout, candidate.throughput
-    shapes = (f"{layout.groups(role)} x {_shape(layout.shape(role))}" for role in Role)
+    shapes = (f"{layout.groups(role)} x {layout.shape(role).in_nodes}" for role in Role)
     return (
         f"{place}.",
         f"{layout.nodes}",
@@ -218,10 +218,6 @@ def _cells(place: int, candidate: Candidate) -> tuple[str, ...]:
         f"{candidate.longest:,}",
         "-" if rate is None else number(rate),
     )
-
-
-def _shape(shape: GroupShape) -> str:
-    return f"{counted(shape.nodes, 'node')} TP{shape.tensor_parallel} DP{shape.lanes} EP{shape.ranks}"
 
 
 def _columns(cells: tuple[str, ...]) -> str:

@@ -85,6 +85,11 @@ class GroupShape:
         """Lanes of a group."""
         return self.ranks // self.tensor_parallel
 
+    @property
+    def in_nodes(self) -> str:
+        """As tables and remedies name it: 2 nodes (TP2 DP8 EP16)."""
+        return f"{counted(self.nodes, 'node')} (TP{self.tensor_parallel} DP{self.lanes} EP{self.ranks})"
+
     def __str__(self) -> str:
         return f"{self.nodes} x {counted(self.gpus_per_node, 'GPU')} with tensorParallel {self.tensor_parallel}"
 
