@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -199,12 +198,11 @@ def factor_notes(before: Mapping[str, Prediction], after: Mapping[str, Predictio
         other = after.get(phase)
         if other is None or math.isclose(factor_of(one), factor_of(other), rel_tol=LEAST_FACTOR_CHANGE):
             continue
-        rests = [re.split("(?:, borrowed|; band):", each.calibrated_on)[0] for each in (one, other)]
         alike = other.scaled(factor_of(one) / factor_of(other), other.unit)
         yield (
-            f"{phase}: {rests[0]} in the first plan, {rests[1]} in the second: other measurements, so part of the "
-            f"difference is theirs. With one factor, {factor_of(one):.3f}: {with_band(one)} in the first, "
-            f"{with_band(alike)} in the second"
+            f"{phase}: {one.fitted_on} in the first plan, {other.fitted_on} in the second: other measurements, "
+            f"so part of the difference is theirs. With one factor, {factor_of(one):.3f}: {with_band(one)} in the "
+            f"first, {with_band(alike)} in the second"
         )
 
 

@@ -161,9 +161,7 @@ def _what_was_checked(outlook: Outlook) -> str:
 
 def layout_text(each: RoleOutlook) -> str:
     """Groups and how their ranks share the work."""
-    shape = each.shape
-    nodes = f"{each.groups} x {counted(shape.nodes, 'node')}"
-    return f"{nodes}, TP{shape.tensor_parallel} DP{shape.lanes} EP{shape.ranks}"
+    return f"{each.groups} x {each.shape.in_nodes}"
 
 
 def _seqs(each: RoleOutlook) -> str:

@@ -111,18 +111,20 @@ def calibrate(setup: Setup, phase: type[DecodeLoad | PrefillLoad], samples: Iter
     }[nearness]
     if setup.graphs is Graphs.NONE and phase is DecodeLoad and nearness is not Nearness.OWN:
         where += f"; {setup.engine.name} launches its kernels one by one, which is counted as captured graphs"
-    factor = _factor(chosen)
+    fitted_on = f"factor {_factor(chosen):.3f} fitted on {names}"
     band = f"{_errors_text(held, without_chip)}, and refits over what is assumed"
     return Calibration(
         anchors=tuple(sample.anchor for sample in chosen),
         error=_worst(error for _, error in held + without_chip),
-        text=f"factor {factor:.3f} fitted on {names}{where}; band: {band}",
+        text=f"{fitted_on}{where}; band: {band}",
+        fitted_on=fitted_on,
     )
 
 
 def stated(factor: float, band_percent: float, measured_on: str) -> Calibration:
     """A calibration as a hardware profile states it."""
-    return Calibration((), math.log1p(band_percent / 100), f"factor {factor:.3f} of the profile: {measured_on}", factor)
+    text = f"factor {factor:.3f} of the profile: {measured_on}"
+    return Calibration((), math.log1p(band_percent / 100), text, factor, fitted_on=text)
 
 
 def residuals(samples: Sequence[Sample]) -> tuple[Residual, ...]:
@@ -147,7 +149,8 @@ def refit(measured: Sequence[Sample], before: Calibration, published: Sequence[S
     factor, points = _factor(measured), counted(len(measured), "measured point")
     bands = ["each of them predicted with itself left out"] if left_out else []
     bands += [] if is_enough else [f"fewer than {ENOUGH_POINTS}, so also {_errors_text(of_published, [])}"]
-    after = Calibration(anchors, error, f"factor {factor:.3f} fitted on {points}; band: {', '.join(bands)}")
+    fitted_on = f"factor {factor:.3f} fitted on {points}"
+    after = Calibration(anchors, error, f"{fitted_on}; band: {', '.join(bands)}", fitted_on=fitted_on)
     return Change(
         before=before,
         after=after,

@@ -54,6 +54,8 @@ class Prediction:
     unit: str
     calibrated_on: str
     terms: tuple[Term, ...] = ()
+    fitted_on: str = ""
+    """Of `calibrated_on` the factor and its points alone; empty where one factor does not give it."""
 
     def scaled(self, factor: float, unit: str) -> Prediction:
         """The same in another unit."""
@@ -78,7 +80,10 @@ class Calibration:
     error: float
     """Largest held-out error, as |log(predicted / measured)|."""
     text: str
+    """`fitted_on`, with why and how far it may be off."""
     stated_factor: float = 1.0
+    fitted_on: str = ""
+    """The factor and the points that gave it."""
     shape: GroupShape | None = None
     """The only layout that `error` was measured on; None: it holds for all."""
     elsewhere: Calibration | None = None
@@ -149,6 +154,7 @@ def _predict(setup: Setup, load: DecodeLoad | PrefillLoad, calibration: Calibrat
         unit="s",
         calibrated_on=text,
         terms=terms,
+        fitted_on=calibration.fitted_on,
     )
 
 

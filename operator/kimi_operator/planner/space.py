@@ -26,7 +26,6 @@ from kimi_operator.planner.pools import Units, num_slots, seqs_by_context
 from kimi_operator.planner.solve import solve
 from kimi_operator.planner.targets import Judged
 from kimi_operator.planner.unified import block_layout
-from kimi_operator.planner.units import counted
 from kimi_operator.planner.workload import Workload
 
 
@@ -57,11 +56,7 @@ class Layout:
         return self.groups(role) * self.shape(role).lanes
 
     def __str__(self) -> str:
-        return ", ".join(f"{role}: {self.groups(role)} x {_parallel(self.shape(role))}" for role in Role)
-
-
-def _parallel(shape: GroupShape) -> str:
-    return f"{counted(shape.nodes, 'node')} (TP{shape.tensor_parallel} DP{shape.lanes} EP{shape.ranks})"
+        return ", ".join(f"{role}: {self.groups(role)} x {self.shape(role).in_nodes}" for role in Role)
 
 
 @dataclass(frozen=True)
