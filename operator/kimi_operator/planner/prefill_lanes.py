@@ -8,7 +8,7 @@ as the slowest: experts lie on all ranks. What comes during a step waits for its
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -58,11 +58,18 @@ class PrefillLane:
         self.share = service.chunk_tokens - left
         return self.share, before / self.share
 
+    def compute(self, tokens: int) -> None:
+        """So many tokens are computed, from the first prompt on."""
+        self.done, self.to_compute = self.done + tokens, self.to_compute - tokens
+
+    def whole_chunks(self, chunk_tokens: int) -> int:
+        """Steps, the one under way included, that compute a chunk of the first prompt and of no other one."""
+        return (self.prompts[0].computed_tokens - self.done) // chunk_tokens
+
     def finish(self) -> list[Served]:
         """The chunk is computed; returns the prompts that are whole with it."""
         whole = []
-        self.to_compute -= self.share
-        self.done += self.share
+        self.compute(self.share)
         while self.prompts and self.done >= self.prompts[0].computed_tokens:
             self.done -= self.prompts[0].computed_tokens
             whole.append(self.prompts.popleft())
@@ -80,26 +87,66 @@ class PrefillGroup:
     """Lanes that the step under way computes something on; 0 between two steps."""
     lockstep_s: float = 0.0
     """Time that such lanes have been done before the slowest, summed over steps and lanes."""
+    alike: int = 0
+    """Steps after the one under way in which each of its lanes computes a whole chunk of the same prompt again."""
+    unsettled: int = 0
+    """Such steps that have ended and that the lanes' sums do not have yet."""
+    before: list[float] = field(default_factory=list)
+    """Mean number of tokens before those that the step computes, for each of its lanes."""
+    idle: list[PrefillLane] = field(default_factory=list)
+    """The other lanes."""
 
     @property
     def has_work(self) -> bool:
         """Whether a step would compute anything."""
         return any(lane.prompts for lane in self.lanes)
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether the next step is as the last one, a chunk later: of a long prompt hundreds are."""
+        return self.alike > 0 and not (self.idle and any(lane.prompts for lane in self.idle))
+
     def begin(self, service: Service, now_s: float) -> float:
         """Begin a step; returns how long it takes."""
-        shares = [lane.begin(service, now_s) for lane in self.lanes if lane.prompts]
+        self.settle()
+        busy = [lane for lane in self.lanes if lane.prompts]
+        self.idle = [lane for lane in self.lanes if not lane.prompts]
+        shares = [lane.begin(service, now_s) for lane in busy]
+        self.before = [before for _, before in shares]
+        self.alike = min(lane.whole_chunks(service.chunk_tokens) for lane in busy) - 1
         # the experts' work is that of all tokens: of as many lanes as would have them in shares of this one's size
         total = sum(share for share, _ in shares)
-        each_s = [service.prefill_step_s(share, before, ceil_div(total, share)) for share, before in shares]
-        self.busy_lanes, slowest_s = len(shares), max(each_s)
-        self.lockstep_s += len(shares) * slowest_s - sum(each_s)
+        return self._wait(service.prefill_step_s(share, before, ceil_div(total, share)) for share, before in shares)
+
+    def go_on(self, service: Service) -> float:
+        """Begin the next step where it is as the last one; returns how long it takes."""
+        full, busy = service.chunk_tokens, len(self.before)
+        self.alike -= 1
+        self.before = [before + full for before in self.before]
+        return self._wait(service.prefill_step_s(full, before, busy) for before in self.before)
+
+    def _wait(self, times_s: Iterable[float]) -> float:
+        """Every lane waits for the slowest."""
+        each_s = list(times_s)
+        self.busy_lanes, slowest_s = len(each_s), max(each_s)
+        self.lockstep_s += len(each_s) * slowest_s - sum(each_s)
         return slowest_s
 
     def finish(self) -> list[Served]:
         """The step is over; returns the prompts that are whole with it."""
         self.busy_lanes = 0
+        if self.alike > 0:
+            self.unsettled += 1
+            return []
+        self.settle()
         return [turn for lane in self.lanes if lane.share for turn in lane.finish()]
+
+    def settle(self) -> None:
+        """Bring the lanes' sums up to the last step's end."""
+        if self.unsettled:
+            for lane in self.lanes:
+                lane.compute(self.unsettled * lane.share)
+            self.unsettled = 0
 
 
 def least_loaded(lanes: Sequence[PrefillLane]) -> int:

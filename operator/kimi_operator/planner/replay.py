@@ -86,6 +86,8 @@ class _State:
     served: list[Served] = field(default_factory=list)
     levels: list[Level] = field(default_factory=list)
     cut: int = 0
+    is_noted: bool = False
+    """Whether the last level still holds."""
 
     def at(self, when_s: float, event: Callable[[float], None]) -> None:
         heapq.heappush(self.events, (when_s, next(self.numbers), event))
@@ -95,6 +97,7 @@ class _State:
         index = self.asked[session]
         if index == len(self.sessions[session].turns):
             return
+        self.is_noted = False
         turn, limits = self.sessions[session].turns[index], self.service.lane
         context = self.contexts[session]
         prompt = context + turn.new_tokens
@@ -110,6 +113,8 @@ class _State:
         lane = self.lanes[number]
         tokens = (context, prompt, computed, turn.output_tokens)
         lane.load += 1
+        for group in self.prefill_groups:
+            group.settle()
         prefill = least_loaded(self.prefill_lanes)
         self.prefill_lanes[prefill].send(computed)
         lane.waiting.append(Served(session, index, *tokens, pages, number, prefill, len(lane.waiting), now_s))
@@ -127,7 +132,12 @@ class _State:
     def compute(self, now_s: float) -> None:
         """Begin a step of each group of prefill that has work and is not in one."""
         for group in self.prefill_groups:
-            if not group.busy_lanes and group.has_work:
+            if group.busy_lanes:
+                continue
+            if group.goes_on:
+                self.at(now_s + group.go_on(self.service), partial(self.computed, group))
+            elif group.has_work:
+                self.is_noted = False
                 self.at(now_s + group.begin(self.service, now_s), partial(self.computed, group))
 
     def computed(self, group: PrefillGroup, now_s: float) -> None:
@@ -136,6 +146,7 @@ class _State:
 
     def activate(self, turn: Served, now_s: float) -> None:
         """Prefill is done: the first token is there, and the rest is ready to run."""
+        self.is_noted = False
         turn.first_s = turn.running_s = now_s
         lane, group = self.lanes[turn.lane], self.groups[turn.lane // self.service.lanes]
         if turn.output_tokens == 1:
@@ -165,6 +176,7 @@ class _State:
         """Whoever is done leaves the batch, and whoever is ready joins it."""
         if version != group.version:
             return
+        self.is_noted = False
         group.steps, group.since_s = steps, now_s
         while group.ends and group.ends[0][0] == steps:
             turn = heapq.heappop(group.ends)[2]
@@ -196,6 +208,7 @@ class _State:
 
     def note(self, now_s: float) -> None:
         """Keep the level, if it is a new one. Of several at one moment only the last has lasted."""
+        self.is_noted = True
         waiting = [0] * len(Cause)
         waiting[_PREFILL] = sum(lane.num_waiting for lane in self.prefill_lanes if lane.prompts)
         busy = sum(group.busy_lanes for group in self.prefill_groups)
@@ -239,7 +252,8 @@ def replay(sessions: Sequence[Session], service: Service, ended: Callable[[], No
             heapq.heappop(state.events)[2](now_s)
         # what comes at one moment is computed together
         state.compute(now_s)
-        state.note(now_s)
+        if not state.is_noted:
+            state.note(now_s)
     assert not any(lane.load for lane in lanes), "all that was asked has ended"
     turns = tuple(sorted(state.served, key=lambda s: (s.asked_s, s.session)))
     return Replayed(turns, tuple(state.levels), state.cut, sum(group.lockstep_s for group in prefill_groups))

@@ -53,6 +53,15 @@ def test_what_comes_during_a_step_waits_for_its_end() -> None:
     assert prefilled(apart, (0, 100), (0.25, 100)) == [(0, 0, 1), (1, 0.25, 1.25)]
 
 
+def test_who_comes_during_a_long_prompt_finds_what_is_left_of_it() -> None:
+    """Ten steps of 1 s, each 0.1 s longer than the one before it."""
+    # asked at 1.5 s, the second joins at 2.1 s: behind 200 tokens and with two lanes' worth of experts a step is 2.2 s
+    assert prefilled(CHUNKS, (0, 1000), (1.5, 100))[1] == (1, 2.1, 4.3)
+    # at 7.6 s six steps are over: 400 tokens are left on one lane, and the second prompt's 450 go to the other
+    apart = changed(CHUNKS, prefill_lanes=1, prefill_groups=2)
+    assert [lane for lane, _, _ in prefilled(apart, (0, 1000), (7.6, 450), (7.6, 10))] == [0, 1, 0]
+
+
 def test_the_rest_of_a_chunk_is_the_next_prompts() -> None:
     """150 and 50 tokens are two chunks: the second one has 50 of each, the first 50 behind 100, so 50 in the mean."""
     one = changed(CHUNKS, prefill_lanes=1)
