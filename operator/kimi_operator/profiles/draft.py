@@ -280,11 +280,11 @@ def _section(section: str, value: dict[str, Any]) -> Iterator[str]:
     yield from (f"{indent}{field}: not measured; {MEASURE[f'{section}.{field}']}" for field in missing)
 
 
-class _Dumper(yaml.SafeDumper):
+class _Dumper(yaml.CSafeDumper):
     """Device ids in quotes: some parsers read 74e1 as a number."""
 
 
-def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+def _represent_text(dumper: yaml.CSafeDumper, text: str) -> yaml.ScalarNode:
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if DEVICE_ID.fullmatch(text) else None)
 
 

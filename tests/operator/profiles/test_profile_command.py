@@ -430,7 +430,8 @@ def test_every_draft_says_only_what_is_known(
         )
         assert "restart AMD's node labeller" in problem.remedy
         return
-    spec = yaml.safe_load(text)["spec"]
+    document = yaml.load(text, yaml.CSafeLoader)
+    spec = document["spec"]
     assert (spec["gpu"]["perNode"], spec["basis"]["gpu.perNode"]) == (gpus, "Reported")
     for field in ("contexts", "activations"):
         assert ("reserve" in spec) != (f"{field}: not measured" in text)
@@ -438,7 +439,7 @@ def test_every_draft_says_only_what_is_known(
     open_fields = [field for field in ("architecture", "memory") if field not in spec["gpu"]]
     assert all(f"# {field}: not measured" in text for field in open_fields)
     if not open_fields:
-        profile = parse(HardwareProfile, yaml.safe_load(text) | {"spec": spec})
+        profile = parse(HardwareProfile, document)
         assert misfit("gpu-1", labels, profile, {**built_in_profiles(), profile.metadata.name: profile}) is None
 
 
@@ -460,7 +461,7 @@ def test_no_label_or_capacity_whatever_is_drafted_into_what_no_profile_takes(
         text = draft(read_node(document), built_in_profiles())
     except InvalidSpec:
         return
-    drafted_one = yaml.safe_load(text)
+    drafted_one = yaml.load(text, yaml.CSafeLoader)
     spec = drafted_one["spec"]
     spec["gpu"] = {"architecture": "gfx942", "memory": "1Gi"} | spec["gpu"]
     spec.setdefault("reserve", {"contexts": "1Mi", "activations": "1Mi"})
