@@ -117,7 +117,8 @@ def weight_lines(a: Architecture, shape: GroupShape, experts: ExpertFormat, dtyp
         MemoryLine(
             "weights whole on each rank",
             sum(whole.values()),
-            f"{_sum_text(whole)} ({dtype}, routers float32)",
+            # whole bytes: no other sum of the line gives them
+            f"{' + '.join(f'{part} {amount:,} B' for part, amount in whole.items())} ({dtype}, routers float32)",
             is_weights=True,
         ),
     )

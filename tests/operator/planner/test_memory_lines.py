@@ -49,7 +49,9 @@ def test_the_remainder_is_told_by_what_it_is() -> None:
         "102,011,381,632 B / tensorParallel 2: KDA attention 56.9 GiB + shared experts 22.6 GiB"
     )
     assert split.bytes == 102_011_381_632 // 2
-    assert whole.how.startswith("latent projections and norm 8.8 GiB + routers 2.2 GiB + MLA attention 693.1 MiB")
+    assert whole.how.startswith("latent projections and norm 9,454,620,672 B + routers 2,363,820,032 B + MLA")
+    amounts = re.findall(r"([\d,]+) B", whole.how)
+    assert whole.bytes == sum(int(amount.replace(",", "")) for amount in amounts)
 
 
 def test_every_reserve_is_a_line_and_none_is_left_out_when_zero() -> None:
