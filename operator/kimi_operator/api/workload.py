@@ -73,7 +73,11 @@ class TargetsSpec(ApiModel):
 
     # Not gt=0: a CRD's schema has no number for an open bound.
     ttft_seconds: float | None = Field(
-        default=None, ge=1e-6, le=86_400, description="Time to the first token of a prompt of mean length."
+        default=None,
+        ge=1e-6,
+        le=86_400,
+        description="Time to the first token of the longest prompt beside "
+        "those of busy lanes, and on average of prompts that wait for a lane.",
     )
     tpot_seconds: float | None = Field(
         default=None, ge=1e-6, le=3600, description="Time between two tokens of a running request."

@@ -11,7 +11,7 @@ from typing import Any
 from kimi_operator.api.base import dump, parse
 from kimi_operator.api.deployment import KimiDeployment, Role
 from kimi_operator.api.profile import HardwareProfile
-from kimi_operator.cli.better import search_beside
+from kimi_operator.cli.beside import search_beside
 from kimi_operator.cli.files import profiles_of
 from kimi_operator.cli.flag_documents import (
     DEPLOYMENT_FLAGS,
@@ -37,8 +37,10 @@ from kimi_operator.profiles import architecture
 
 WorkloadDocument = Mapping[str, Any]
 LENGTHS = ("prompt", "output")
+OF_WORKLOAD = re.compile(rf"{re.escape(FIELD)}(\.\w+)+: ")
+"""A warning that names a field of the workload."""
 CUT_FOR_OWN = (
-    "flags changed the load that is predicted; what is not stated of maxNumSeqs and pools is still cut for the "
+    "flags changed the workload that is predicted; what is not stated of maxNumSeqs and pools is still cut for the "
     "manifest's spec.workload, and --what-if workload.KEY=VALUE cuts it anew"
 )
 
@@ -166,9 +168,8 @@ def _workload(planned: Planned, document: WorkloadDocument) -> Workload:
 
 
 def _without_repeats(outlook: Outlook) -> Outlook:
-    """The plan warns of what the workload in its spec misses; the outlook says it as the user wrote it."""
-    said = {str(in_spec(problem)) for problem in (*outlook.misses, *outlook.doubts)}
-    warnings = tuple(warning for warning in outlook.plan.warnings if warning not in said)
+    """The plan warns of what the workload in its spec misses; the outlook judges it too, and knows of waits."""
+    warnings = tuple(warning for warning in outlook.plan.warnings if not OF_WORKLOAD.match(warning))
     return replace(outlook, plan=replace(outlook.plan, warnings=warnings))
 
 

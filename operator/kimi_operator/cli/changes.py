@@ -82,16 +82,23 @@ def _edited(inputs: Inputs, edit: str) -> Inputs:
         return _with_nodes(inputs, value)
     section, _, rest = key.partition(".")
     if section in ("profile", "workload") and rest:
-        if section == "workload" and not inputs.workload and "workload" in inputs.deployment["spec"]:
-            in_spec = {"fixed": value} if rest in ("prompt", "output") and type(value) is int else value
-            return replace(inputs, deployment=_set(inputs.deployment, f"spec.{key}", in_spec, edit))
         if section == "workload":
-            return replace(inputs, workload=_set(inputs.workload, rest, value, edit))
+            return _with_workload(inputs, rest, value, edit)
         return replace(inputs, profile=_with_source(_set(inputs.profile, f"spec.{rest}", value, edit), rest))
     deployment = inputs.deployment
     for path in SHORT.get(key, (key if key.startswith("spec.") else f"spec.{key}",)):
         deployment = _set(deployment, path, value, edit)
     return replace(inputs, deployment=deployment)
+
+
+def _with_workload(inputs: Inputs, rest: str, value: object, edit: str) -> Inputs:
+    """The manifest's own workload, for which the plan is cut, and that of flags, which is predicted."""
+    if "workload" in inputs.deployment["spec"]:
+        in_spec = {"fixed": value} if rest in ("prompt", "output") and type(value) is int else value
+        inputs = replace(inputs, deployment=_set(inputs.deployment, f"spec.workload.{rest}", in_spec, edit))
+        if not inputs.workload:
+            return inputs
+    return replace(inputs, workload=_set(inputs.workload, rest, value, edit))
 
 
 def _with_nodes(inputs: Inputs, nodes: object) -> Inputs:

@@ -99,8 +99,8 @@ GROUPS: dict[str, dict[str, Words]] = {
         "prefillBusy": Words("Time to compute one prompt beside those that this load computes at the same time."),
         "ttft": Words(
             "Time from asking to the first token, without the handoff; with the wait for a lane only where prefill "
-            "binds and clients wait for their answers. A target TTFT is judged by it, without a wait where no load is "
-            "stated.",
+            "binds and clients wait for their answers. A target TTFT is held against the longest prompt, "
+            "and where concurrency is stated against this mean too.",
             ("TTFT", "prefill, output", "no predictions"),
         ),
         "handoff": Words("Time to write a prompt's cache from prefill's GPUs into those of decode."),

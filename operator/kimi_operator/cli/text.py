@@ -113,7 +113,7 @@ def prefill_text(speed: Speed) -> str:
     """The time of a prompt alone, and beside those that this load computes at once."""
     text = f"{with_band(speed.prefill)} for {counted(speed.request.prompt_tokens, 'token')} alone in a group"
     if speed.busy_lanes > 1:
-        text += f"; {with_band(speed.prefill_busy)} while {speed.busy_lanes} lanes compute, as this load is judged"
+        text += f"; {with_band(speed.prefill_busy)} while {speed.busy_lanes} lanes compute"
     return text
 
 
@@ -132,7 +132,7 @@ def verdict(outlook: Outlook) -> str:
     """Whether it fits, and what of the workload it misses."""
     if not outlook.misses:
         unsure = ", ".join(doubt.field for doubt in outlook.doubts)
-        return "fits" + _what_was_checked(outlook) + (f"; {unsure} within the band alone" if unsure else "")
+        return "fits" + _what_was_checked(outlook) + (f"; {unsure} met by less than the band" if unsure else "")
     fields = ", ".join(dict.fromkeys(problem.field for problem in outlook.misses))
     return f"fits, but misses the workload: {fields} (see below)"
 

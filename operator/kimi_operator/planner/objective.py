@@ -105,14 +105,15 @@ class Forecast:
         if self.workload.requests_per_second is not None or point.binds != "prefill":
             return None
         prompt = prefill_ms(self.setup(shape), self.all_busy(shape), self.prefill)
-        decode_ms = mean_request(self.workload).output_tokens * point.tpot.value
+        tpot, output_tokens = point.tpot, mean_request(self.workload).output_tokens
 
-        def ttft_ms(prompt_ms: float) -> float:
-            return point.concurrency * prompt_ms / (groups * shape.lanes) - decode_ms
+        def ttft_ms(prompt_ms: float, tpot_ms: float) -> float:
+            return point.concurrency * prompt_ms / (groups * shape.lanes) - output_tokens * tpot_ms
 
-        # at the fast end none may wait, and a prompt takes its own time
-        low = max(prompt.low, ttft_ms(prompt.low))
-        return Prediction(ttft_ms(prompt.value), low, ttft_ms(prompt.high), "ms", prompt.calibrated_on)
+        # What decode takes less is waited for prefill. At the fast end none may wait: a prompt takes its own time.
+        low = max(prompt.low, ttft_ms(prompt.low, tpot.high))
+        value, high = ttft_ms(prompt.value, tpot.value), ttft_ms(prompt.high, tpot.low)
+        return Prediction(value, low, high, "ms", prompt.calibrated_on)
 
     def queued(self, shape: GroupShape, groups: int, point: CurvePoint) -> Judged | None:
         """The target TTFT beside the wait of prompts; None without a wait, and where nobody stated how many ask."""
@@ -126,7 +127,11 @@ class Forecast:
 
     def queued_on(self, layout: Layout, decode: Solution) -> Judged | None:
         """The same of a layout, at the load that its throughput is of."""
-        return self.queued(layout.prefill, layout.prefill_groups, self._point(layout, decode))
+        if self._point(layout, decode).binds != "prefill":
+            return None
+        decodes = self.decode_side(layout.decode, layout.decode_groups)
+        prefills = self.prefill_side(layout.prefill, layout.prefill_groups)
+        return self.queued(layout.prefill, layout.prefill_groups, self._curve_point(decode, decodes, prefills))
 
     def throughput(self, layout: Layout, decode: Solution) -> float:
         """Output tokens a second of as many requests as are asked for, else as decode has places: as a plan's curve.
@@ -143,16 +148,18 @@ class Forecast:
 
     def _point(self, layout: Layout, decode: Solution) -> CurvePoint:
         key = (layout, decode.max_num_seqs, decode.running)
-        if key in self._points:
-            return self._points[key]
+        if key not in self._points:
+            decodes = _without_band(self.decode_side(layout.decode, layout.decode_groups))
+            prefills = _without_band(self.prefill_side(layout.prefill, layout.prefill_groups))
+            self._points[key] = self._curve_point(decode, decodes, prefills)
+        return self._points[key]
+
+    def _curve_point(self, decode: Solution, decodes: Side, prefills: PrefillSide) -> CurvePoint:
         request = mean_request(self.workload)
         # The solver counted what memory holds, so a place is as good as a page of a whole request.
         held = Capacity(decode.max_num_seqs, decode.max_num_seqs, request.prompt_tokens + request.output_tokens)
-        fed = _without_band(self.decode_side(layout.decode, layout.decode_groups))
-        feeds = _without_band(self.prefill_side(layout.prefill, layout.prefill_groups))
-        asked = self.workload.running or decode.running
-        (self._points[key],) = throughput_curve(fed, held, request, [asked], feeds)
-        return self._points[key]
+        (point,) = throughput_curve(decodes, held, request, [self.workload.running or decode.running], prefills)
+        return point
 
     def _time_s(self, setup: Setup, load: DecodeLoad | PrefillLoad) -> float:
         key = (setup, load)

@@ -118,3 +118,11 @@ def test_a_load_by_flags_tells_what_is_still_cut_for_the_manifest(run: Run, mani
     assert "still cut for the manifest's spec.workload" in run("plan", "-f", manifest(), "--reuse", 0.25)[1]
     assert "still cut for" not in run("plan", "-f", manifest())[1]
     assert "still cut for" not in run("plan", "-f", MANIFEST, "--reuse", 0.25)[1]
+
+
+def test_what_if_cuts_anew_beside_flags_too(run: Run, manifest: Callable[..., Path]) -> None:
+    """The edit wins on its side; the manifest's own plan stays on the other."""
+    file = manifest(concurrency=16)
+    flags = ("-f", file, "--concurrency", 200, "--what-if", "workload.concurrency=80", "-o", "json")
+    (seqs,) = (row for row in json.loads(run("plan", *flags)[1])["changes"] if row["key"] == "decode.maxNumSeqs")
+    assert [seqs[side] for side in ("before", "after")] == ["2", "10"]

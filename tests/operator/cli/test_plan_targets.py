@@ -78,7 +78,7 @@ def test_a_target_that_is_met_within_the_band_alone_is_said_once(run: Run, start
     assert status == 0
     (warning,) = [line for line in out.splitlines() if "band of" in line]
     assert warning.startswith(f"warning: --target-tpot: got {BARELY_MET}, expected more to be sure: 0.")
-    assert out.splitlines()[1] == "fits, and meets the workload; --target-tpot within the band alone"
+    assert out.splitlines()[1] == "fits, and meets the workload; --target-tpot met by less than the band"
     document = json.loads(run("plan", *flags, "-o", "json")[1])
     assert document["meets_workload"] is True
     assert [doubt["field"] for doubt in document["not_sure"]] == ["--target-tpot"]
