@@ -328,7 +328,7 @@ def _speed(prefill: RoleOutlook, decode: RoleOutlook, workload: Workload, foreca
 def _bend(curve: tuple[CurvePoint, ...]) -> Iterator[int]:
     """The loads about the one from which on more of them no longer pay in proportion, between two points."""
     for before, after in itertools.pairwise(curve):
-        if before.binds == "concurrency" != after.binds:
+        if before.binds == "concurrency" and after.binds != "concurrency":
             at = after.tokens_per_second.value / before.tokens_per_second.value * before.concurrency
             yield from (math.floor(at), math.ceil(at))
 

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -91,3 +92,22 @@ def test_the_knee_is_where_more_requests_stop_paying_in_proportion(run: Run) -> 
         full = next(point for point in speed["curve"] if point["concurrency"] == speed["capacity"])
         prefill_ms = speed["prefill"]["value"] / speed["request"]["output_tokens"]
         assert speed["knee"] == pytest.approx(speed["capacity"] * (1 + prefill_ms / full["tpot"]["value"]), abs=1)
+
+
+def test_the_knee_is_the_better_of_the_loads_about_the_bend(run: Run) -> None:
+    """Asking for a neighbour puts it among the points of the curve, which must not give another knee."""
+
+    def speed_of(prompt_tokens: int, *flags: object) -> dict[str, Any]:
+        lengths = ("--prompt-tokens", prompt_tokens, "--output-tokens", 512)
+        found: dict[str, Any] = json.loads(run("plan", *PLANS["assumed"], *lengths, *flags, "-o", "json")[1])["speed"]
+        return found
+
+    is_above = set()
+    for prompt_tokens in (500, 1000, 1500, 2000, 3000, 4000):
+        speed = speed_of(prompt_tokens)
+        knee, full = speed["knee"], next(p for p in speed["curve"] if p["concurrency"] == speed["capacity"])
+        beside = {speed_of(prompt_tokens, "--concurrency", at)["knee"] for at in (knee - 1, knee + 1)}
+        assert beside == {knee}, prompt_tokens
+        prefill_ms = speed["prefill"]["value"] / speed["request"]["output_tokens"]
+        is_above.add(knee > speed["capacity"] * (1 + prefill_ms / full["tpot"]["value"]))
+    assert is_above == {True, False}, "lengths of both kinds, else one of the two loads is not tested"
