@@ -3,69 +3,97 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Mapping
-from dataclasses import fields, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from kimi_operator.api.deployment import Role
-from kimi_operator.cli.figures import number
+from kimi_operator.cli.beside import search_beside
+from kimi_operator.cli.figures import with_band
 from kimi_operator.cli.flags import WorkloadFlags, flag_name
 from kimi_operator.cli.outlook import Outlook
 from kimi_operator.planner.case import Solution
-from kimi_operator.planner.elsewhere import same_demand, same_groups
+from kimi_operator.planner.elsewhere import same_groups
 from kimi_operator.planner.layout import MAX_NODES
-from kimi_operator.planner.pools import Settings
-from kimi_operator.planner.space import Search
+from kimi_operator.planner.objective import Forecast, mean_request
+from kimi_operator.planner.predict import Capacity, CurvePoint, throughput_curve
+from kimi_operator.planner.space import Layout
 from kimi_operator.planner.targets import told
-from kimi_operator.profiles.forecast import forecast_of
 
 WORTH_SAYING = 1.25
-"""Times the output of the plan; below it the choice may have other reasons."""
+"""Times the most output of the plan's own tensorParallel; below it the choice may have other reasons."""
 
 
-def search_beside(outlook: Outlook) -> Search:
-    """The plan's demand, of any layout of its nodes. Raises InvalidSpec when too little is known of the chip."""
-    planned, plan = outlook.planned, outlook.plan
-    forecast = forecast_of(planned.architecture, planned.profile, plan.kv_cache_dtype, outlook.workload)
-    spec, profile = planned.deployment.spec, planned.profile.spec
-    settings = Settings(planned.architecture, spec, profile, plan.kv_cache_dtype, plan.transport)
-    request = same_demand(settings, outlook.workload, forecast.timing)
-    request = replace(request, throughput=forecast.throughput, queued=forecast.queued_on)
-    return replace(request, is_assumed=outlook.is_assumed)
+@dataclass(frozen=True, slots=True)
+class _Output:
+    """What the groups give with one tensorParallel."""
+
+    tensor_parallel: int
+    max_num_seqs: Mapping[Role, int]
+    point: CurvePoint
+
+    @property
+    def rate(self) -> float:
+        return self.point.tokens_per_second.value
+
+    def __str__(self) -> str:
+        seqs = {role: f"{each:,}" for role, each in self.max_num_seqs.items()}
+        text = " and ".join(f"{each} in {role}" for role, each in seqs.items())
+        if len(set(seqs.values())) == 1:
+            text = seqs[Role.DECODE]
+        rate, tpot = with_band(self.point.tokens_per_second), with_band(self.point.tpot)
+        return f"{rate} at {self.point.concurrency:,} at once with maxNumSeqs {text}, TPOT {tpot}"
 
 
 def better_layout(outlook: Outlook, command: str) -> str:
-    """The tensorParallel that gives much more output for no more misses; empty when the plan's own does as well."""
+    """The tensorParallel that gives much more output for no more misses; empty when the plan's own does as well.
+
+    That one is taken with its best maxNumSeqs, which a plan names where a manifest states less.
+    """
     if outlook.speed is None or outlook.nodes > MAX_NODES:
         return ""
-    request, now = search_beside(outlook), outlook.speed.at.tokens_per_second.value
-    found: list[tuple[float, int, dict[Role, Solution]]] = []
-    for layout, solutions in same_groups(request, outlook.planned.deployment.spec):
-        assert request.throughput is not None
-        rate = request.throughput(layout, solutions[Role.DECODE])
-        misses, _ = told(solutions.values(), request.waits(layout, solutions[Role.DECODE]))
-        if len(misses) <= len(outlook.misses):
-            found.append((rate, layout.decode.tensor_parallel, solutions))
-    rate, width, solutions = max(found, key=lambda each: each[:2], default=(0.0, 0, {}))
-    if rate < WORTH_SAYING * now:
+    own = outlook.decode.shape.tensor_parallel
+    planned = _Output(own, {role: outlook.plan.role(role).max_num_seqs for role in Role}, outlook.speed.at)
+    found = list(_outputs(outlook))
+    most = max((planned, *(each for each in found if each.tensor_parallel == own)), key=lambda each: each.rate)
+    best = max(found, key=lambda each: (each.rate, each.tensor_parallel), default=None)
+    if best is None or best.rate < WORTH_SAYING * most.rate:
         return ""
-    gives = f"{number(rate)} tokens/s, {rate / now:.1f} times as many"
-    return f"tensorParallel {width} with maxNumSeqs {_seqs(solutions)}: {gives}; see {command}"
+    times = f"{best.rate / most.rate:.1f} times the most of tensorParallel {own}"
+    return f"tensorParallel {best.tensor_parallel}, predicted {best}: {times}, {most}; see {command}"
 
 
-def _seqs(solutions: Mapping[Role, Solution]) -> str:
-    seqs = {role: f"{each.max_num_seqs:,}" for role, each in solutions.items()}
-    if len(set(seqs.values())) == 1:
-        return next(iter(seqs.values()))
-    return " and ".join(f"{number} in {role}" for role, number in seqs.items())
+def _outputs(outlook: Outlook) -> Iterator[_Output]:
+    """Of each tensorParallel that misses no more than the plan."""
+    request, forecast = search_beside(outlook), outlook.forecast
+    assert forecast is not None, "speed is of a forecast"
+    for layout, solutions in same_groups(request, outlook.planned.deployment.spec):
+        decode = solutions[Role.DECODE]
+        misses, _ = told(solutions.values(), request.queued(layout, decode))
+        if len(misses) <= len(outlook.misses):
+            seqs = {role: each.max_num_seqs for role, each in solutions.items()}
+            yield _Output(layout.decode.tensor_parallel, seqs, _point(forecast, layout, decode))
 
 
-def search_command(files: Iterable[Path], work: WorkloadFlags, nodes: int) -> str:
+def _point(forecast: Forecast, layout: Layout, decode: Solution) -> CurvePoint:
+    """The load that a search ranks this layout by, with its bands."""
+    request = mean_request(forecast.workload)
+    # the solver counted what memory holds: a place is as good as a page of a whole request
+    held = Capacity(decode.max_num_seqs, decode.max_num_seqs, request.prompt_tokens + request.output_tokens)
+    sides = (
+        forecast.decode_side(layout.decode, layout.decode_groups),
+        forecast.prefill_side(layout.prefill, layout.prefill_groups),
+    )
+    asked = forecast.workload.running or decode.running
+    return throughput_curve(sides[0], held, request, (asked,), sides[1])[0]
+
+
+def search_command(program: str, files: Iterable[Path], work: WorkloadFlags, nodes: int) -> str:
     """The command that ranks the layouts of so many nodes for a manifest, with the workload that was typed."""
-    words = ["kimictl", "plan", "--search", str(nodes)]
+    words = ["plan", "--search", str(nodes)]
     for file in files:
         words += ["-f", str(file)]
     for field in fields(work):
         if (value := getattr(work, field.name)) is not None:
             words += [flag_name(field.name), str(value)]
-    return shlex.join(words)
+    return f"{program} {shlex.join(words)}"

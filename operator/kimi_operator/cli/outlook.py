@@ -154,6 +154,8 @@ class Outlook:
     """Targets that are met within the prediction's band alone, where nothing else misses them."""
     decode_speed: DecodeSpeed | None = None
     """Where prefill, and so throughput, cannot be predicted, but a decode step can."""
+    forecast: Forecast | None = None
+    """Times on any layout of these GPUs; None where they are not known."""
     better: str = ""
     """A layout of the same nodes that gives much more output, and the command that shows it."""
 
@@ -219,6 +221,7 @@ def look_ahead(planned: Planned, stated: Workload | None, *, is_assumed: bool | 
         misses=too_long or misses,
         doubts=doubts,
         decode_speed=decode_speed,
+        forecast=forecast,
     )
 
 

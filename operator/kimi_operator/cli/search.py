@@ -11,6 +11,7 @@ from kimi_operator.api.base import dump
 from kimi_operator.api.deployment import KimiDeploymentSpec, Role
 from kimi_operator.api.profile import DType, HardwareProfile
 from kimi_operator.cli.asking import Asked, asked_for, has_lengths, make_plan
+from kimi_operator.cli.beside import with_forecast
 from kimi_operator.cli.cost import all_in, check_price, without_throughput
 from kimi_operator.cli.flag_documents import read_by_flag
 from kimi_operator.cli.flags import DeploymentFlags, WorkloadFlags, refuse
@@ -150,7 +151,7 @@ def find_layouts(a: Architecture, profile: HardwareProfile, kv: DType, wanted: W
     except InvalidSpec as error:
         no_speed = str(error)
     else:
-        request = replace(request, timing=forecast.timing, throughput=forecast.throughput, queued=forecast.queued_on)
+        request = with_forecast(request, forecast)
         text = f"decode: {forecast.decode.text}; prefill: {forecast.prefill.text}"
     said = (support_warning(profile), None if no_speed else rates_warning(profile))
     warnings = tuple(each for each in said if each is not None)

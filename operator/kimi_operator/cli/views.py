@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
+from kimi_operator.cli import program_name
 from kimi_operator.cli.asking import asked_for, make_plan, outlook_of
 from kimi_operator.cli.better import better_layout, search_command
 from kimi_operator.cli.cost import Cost, cost_of
@@ -48,8 +50,10 @@ def answer(files: list[Path], flags: Flags, output: str) -> Answer:
         return refusal(asked.problems(planned.plan.problems), output), DOES_NOT_FIT
     outlook = outlook_of(planned, asked)
     cost = None if show.cost is None else cost_of(outlook, show.cost)
+    # A line for people: the command that it names gives a script every layout with its figures.
     if not asked.is_from_flags and output not in ("json", "yaml") and show.explain is None:
-        outlook = replace(outlook, better=better_layout(outlook, search_command(files, workload, outlook.nodes)))
+        command = search_command(program_name(sys.argv[0]), files, workload, outlook.nodes)
+        outlook = replace(outlook, better=better_layout(outlook, command))
     if show.explain is not None:
         return _explained(outlook, cost, show.explain, output), FITS
     return _shown(outlook, cost, output), DOES_NOT_FIT if outlook.misses else FITS

@@ -92,7 +92,7 @@ def _solved(
             second = request.outcome(Role.DECODE, decode, decode_groups)
             if isinstance(first, Solution) and isinstance(second, Solution):
                 layout = Layout(prefill, prefill_groups, decode, decode_groups)
-                yield layout, *told((first, second), request.waits(layout, second))
+                yield layout, *told((first, second), request.queued(layout, second))
 
 
 def same_groups(request: Search, spec: KimiDeploymentSpec) -> Iterator[tuple[Layout, dict[Role, Solution]]]:

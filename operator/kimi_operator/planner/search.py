@@ -103,4 +103,4 @@ def _candidates(request: Search) -> Iterator[Candidate]:
         assert isinstance(prefill, Solution), prefill
         assert isinstance(decode, Solution), decode
         rate = None if request.throughput is None else request.throughput(layout, decode)
-        yield Candidate(layout, prefill, decode, rate, *told((prefill, decode), request.waits(layout, decode)))
+        yield Candidate(layout, prefill, decode, rate, *told((prefill, decode), request.queued(layout, decode)))

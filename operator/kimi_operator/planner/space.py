@@ -59,6 +59,10 @@ class Layout:
         return ", ".join(f"{role}: {self.groups(role)} x {self.shape(role).in_nodes}" for role in Role)
 
 
+def _no_wait(_layout: Layout, _decode: Solution) -> None:
+    """Without predictions nobody can say what waits."""
+
+
 @dataclass(frozen=True)
 class Search:
     """What to search. One hardware profile for all nodes."""
@@ -83,8 +87,8 @@ class Search:
     throughput: Callable[[Layout, Solution], float] | None = None
     """(layout, decode) -> requests or tokens a second, more is better. Without it capacity ranks, and
     then the fewest prefill groups win: capacity knows nothing of how fast prompts come."""
-    queued: Callable[[Layout, Solution], Judged | None] | None = None
-    """(layout, decode) -> a target TTFT beside the wait for a prefill lane, where prompts wait."""
+    queued: Callable[[Layout, Solution], Judged | None] = _no_wait
+    """(layout, decode) -> a target TTFT beside the wait for a prefill lane; None where nothing waits."""
     _solved: dict[tuple[Role, GroupShape, int], Solution | Problem] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -95,10 +99,6 @@ class Search:
         if key not in self._solved:
             self._solved[key] = solve(self._case(role, shape, groups))
         return self._solved[key]
-
-    def waits(self, layout: Layout, decode: Solution) -> Judged | None:
-        """A target TTFT beside the wait for a prefill lane; None where nothing waits, or nobody can say."""
-        return None if self.queued is None else self.queued(layout, decode)
 
     def fits(self, role: Role, shape: GroupShape) -> bool:
         """Whether a group of this shape can serve the workload's longest request."""

@@ -5,105 +5,149 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from kimi_operator.cli.asking import asked_for, make_plan, outlook_of
-from kimi_operator.cli.better import better_layout
+from kimi_operator.cli.better import WORTH_SAYING, better_layout
 from kimi_operator.cli.flags import DeploymentFlags, WorkloadFlags
+from kimi_operator.planner.layout import MAX_NODES
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 STATED, FOR_WORKLOAD = EXAMPLES / "mi300x-2p2d.yaml", EXAMPLES / "mi300x-workload.yaml"
+LENGTHS = ("--prompt-tokens", 14_336, "--output-tokens", 2048)
+REUSED = ("--prompt-tokens", 4000, "--output-tokens", 400, "--reuse", 0.9)
+LINE = re.compile(
+    r"better layout: tensorParallel (\d+), predicted ([0-9.,]+) tokens/s \(.*?\) at ([0-9,]+) at once with maxNumSeqs "
+    r"(.*?), TPOT ([0-9.]+) ms \(.*?\): ([0-9.]+) times the most of tensorParallel (\d+), ([0-9.,]+) tokens/s "
+    r"\(.*?\) at ([0-9,]+) at once with maxNumSeqs (.*?), TPOT ([0-9.]+) ms \(.*?\); see (.*)"
+)
+NAMES = ("width", "rate", "load", "seqs", "tpot", "times", "own", "own_rate", "own_load", "own_seqs", "own_tpot", "see")
 Run = Callable[..., tuple[int, str, str]]
 
 
-def better_of(out: str) -> str:
-    """The line, or nothing."""
-    lines = [line for line in out.splitlines() if "better layout" in line]
+def better_of(run: Run, *arguments: object) -> dict[str, str]:
+    """The parts of the line, none without it."""
+    lines = [line for line in run("plan", *arguments)[1].splitlines() if "better layout" in line]
     assert len(lines) <= 1
-    return lines[0] if lines else ""
+    return dict(zip(NAMES, LINE.fullmatch(lines[0]).groups(), strict=True)) if lines else {}
 
 
-def rate_of(run: Run, *arguments: object) -> float:
-    document = json.loads(run("plan", *arguments, "-o", "json")[1])
-    return document["speed"]["throughput"]["value"]
+def manifest(folder: Path, tensor_parallel: int, seqs: int | None = None, groups: int = 1) -> Path:
+    """The example with other lanes, whose longest request is left to the plan."""
+    file = folder / "k3.yaml"
+    text = STATED.read_text().replace("tensorParallel: 2", f"tensorParallel: {tensor_parallel}")
+    text = text.replace("    maxNumSeqs: 8\n", "" if seqs is None else f"    maxNumSeqs: {seqs}\n")
+    file.write_text(text.replace("    maxModelLen: 524288\n", "").replace("groups: 1", f"groups: {groups}"))
+    return file
 
 
-def test_the_shipped_example_says_how_much_more_it_could_give(run: Run, tmp_path: Path) -> None:
-    line = better_of(run("plan", "-f", STATED)[1])
-    width, seqs, rate, times = re.search(
-        r"tensorParallel (\d) with maxNumSeqs (\d+): ([0-9.,]+) tokens/s, ([0-9.]+) times as many", line
-    ).groups()
-    assert int(width) != 2
+def searched(run: Run, *arguments: object) -> dict[int, dict[str, Any]]:
+    """The best layout of groups of two nodes, by tensorParallel, as a search finds it."""
+    ranked = json.loads(run("plan", "--search", 4, *arguments, "-o", "json")[1])["ranked"]
+    twos = [each for each in ranked if each["prefill"]["nodes_per_group"] == each["decode"]["nodes_per_group"] == 2]
+    return {each["decode"]["tensor_parallel"]: each for each in reversed(twos)}
+
+
+def value(text: str) -> float:
+    return float(text.replace(",", ""))
+
+
+def test_it_says_what_a_search_finds_beside_the_most_of_its_own(run: Run) -> None:
+    for flags in ((), REUSED, (*LENGTHS, "--concurrency", 99)):
+        line, by_width = better_of(run, "-f", STATED, *flags), searched(run, "-f", STATED, *flags)
+        best, own = max(by_width.values(), key=lambda each: each["tokens_per_second"]), by_width[2]
+        assert int(line["width"]) == best["decode"]["tensor_parallel"] != int(line["own"]) == 2
+        times = best["tokens_per_second"] / own["tokens_per_second"]
+        assert (value(line["rate"]), value(line["own_rate"])) == pytest.approx(
+            (best["tokens_per_second"], own["tokens_per_second"]), rel=1e-3
+        )
+        assert float(line["times"]) == pytest.approx(times, abs=0.05)
+        assert times >= WORTH_SAYING
+        if "--concurrency" in flags:
+            assert line["load"] == line["own_load"] == "99"
+        else:
+            assert (value(line["load"]), value(line["own_load"])) == (best["capacity"], own["capacity"])
+
+
+@pytest.mark.parametrize("which", ["", "own_"])
+def test_its_load_and_times_are_those_of_a_plan_of_that_layout(run: Run, tmp_path: Path, which: str) -> None:
+    line = better_of(run, "-f", STATED)
     file = tmp_path / "k3.yaml"
+    width = line["own" if which else "width"]
     text = STATED.read_text().replace("tensorParallel: 2", f"tensorParallel: {width}")
-    file.write_text(text.replace("maxNumSeqs: 8", f"maxNumSeqs: {seqs}"))
-    there, here = rate_of(run, "-f", file), rate_of(run, "-f", STATED)
-    assert there == pytest.approx(float(rate.replace(",", "")), rel=1e-3)
-    assert there / here == pytest.approx(float(times), abs=0.05)
-    assert better_of(run("plan", "-f", file)[1]) == ""
+    file.write_text(text.replace("maxNumSeqs: 8", f"maxNumSeqs: {line[f'{which}seqs']}"))
+    speed = json.loads(run("plan", "-f", file, "-o", "json")[1])["speed"]
+    assert value(line[f"{which}rate"]) == pytest.approx(speed["throughput"]["value"], rel=1e-3)
+    assert value(line[f"{which}tpot"]) == pytest.approx(speed["tpot"]["value"], rel=1e-3)
+    assert value(line[f"{which}load"]) == speed["concurrency"]
+    assert bool(better_of(run, "-f", file)) == bool(which), "the best layout itself has no better one"
 
 
-def test_its_command_shows_that_layout(run: Run) -> None:
-    flags = ("--prompt-tokens", 9000, "--output-tokens", 400, "--reuse", 0.5)
-    line = better_of(run("plan", "-f", STATED, *flags)[1])
-    width, rate = re.search(r"tensorParallel (\d) .*: ([0-9.,]+) tokens/s", line).groups()
-    command = shlex.split(line.partition("; see ")[2])
-    assert command[:4] == ["kimictl", "plan", "--search", "4"]
-    first = json.loads(run(*command[1:], "-o", "json")[1])["ranked"][0]
-    assert first["decode"]["tensor_parallel"] == int(width)
-    assert first["tokens_per_second"] == pytest.approx(float(rate.replace(",", "")), rel=1e-3)
+def test_more_running_requests_of_its_own_are_no_other_layout(run: Run, tmp_path: Path) -> None:
+    """A plan says how many could run; it gives the most already, but for that."""
+    best = max(searched(run, "-f", STATED).items(), key=lambda each: each[1]["tokens_per_second"])[0]
+    file = manifest(tmp_path, best, 1)
+    assert re.search(r"maxNumSeqs a lane +1 \(.*\), \d+ could", run("plan", "-f", file)[1])
+    assert better_of(run, "-f", file) == {}
+
+
+def test_its_command_is_the_one_that_was_typed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = shlex.split(better_of(run, "-f", STATED, *REUSED)["see"])
+    assert words == ["kimictl", "plan", "--search", "4", "-f", str(STATED), *map(str, REUSED)]
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/kubectl-kimi"])
+    assert better_of(run, "-f", STATED)["see"] == f"kubectl kimi plan --search 4 -f {STATED}"
+
+
+def test_no_more_nodes_than_a_search_takes(run: Run, tmp_path: Path) -> None:
+    most = MAX_NODES // 4
+    assert better_of(run, "-f", manifest(tmp_path, 8, 8, most))["see"].startswith(f"kimictl plan --search {MAX_NODES} ")
+    assert better_of(run, "-f", manifest(tmp_path, 8, 8, most + 1)) == {}
 
 
 def test_each_form_for_people_has_it_and_those_for_scripts_do_not(run: Run) -> None:
     for form in ("markdown", "html"):
-        assert "times as many; see kimictl plan --search 4 -f " in run("plan", "-f", STATED, "-o", form)[1]
+        assert "times the most of tensorParallel 2" in run("plan", "-f", STATED, "-o", form)[1]
     for form in ("json", "yaml"):
-        assert "times as many" not in run("plan", "-f", STATED, "-o", form)[1]
+        assert "times the most" not in run("plan", "-f", STATED, "-o", form)[1]
 
 
-def test_nothing_is_said_where_little_is_to_gain_or_a_target_would_be_missed(run: Run) -> None:
-    assert better_of(run("plan", "-f", FOR_WORKLOAD)[1]) == ""
-    assert better_of(run("plan", "--chip", "mi300x", "--nodes", 4, "--tensor-parallel", 8)[1]) == ""
-
-
-def manifest(folder: Path, tensor_parallel: int, seqs: int) -> Path:
-    """The example with other lanes, whose longest request is left to the plan."""
-    file = folder / "k3.yaml"
-    text = STATED.read_text().replace("tensorParallel: 2", f"tensorParallel: {tensor_parallel}")
-    text = text.replace("maxNumSeqs: 8", f"maxNumSeqs: {seqs}").replace("    maxModelLen: 524288\n", "")
-    file.write_text(text)
-    return file
+def test_nothing_is_said_where_little_is_to_gain(run: Run) -> None:
+    assert better_of(run, "-f", FOR_WORKLOAD) == {}
+    assert better_of(run, "--chip", "mi300x", "--nodes", 4, "--tensor-parallel", 8) == {}
 
 
 def test_without_lengths_it_is_what_a_plan_chooses(run: Run, tmp_path: Path) -> None:
     """A plan gives both roles the same context, a search for prompts alone would run more of them in prefill."""
-    line = better_of(run("plan", "-f", manifest(tmp_path, 8, 8))[1])
-    seqs = json.loads(run("plan", "--chip", "mi300x", "--nodes", 4, "-o", "json")[1])["prefill"]["max_num_seqs"]
-    assert f"tensorParallel 2 with maxNumSeqs {seqs}: " in line
-    line = better_of(run("plan", "-f", manifest(tmp_path, 8, 8), "--prompt-tokens", 14_336, "--output-tokens", 2048)[1])
-    assert re.search(r"tensorParallel 2 with maxNumSeqs \d+ in prefill and \d+ in decode: ", line)
+    line = better_of(run, "-f", manifest(tmp_path, 8, 8))
+    for width, seqs in ((line["width"], line["seqs"]), (line["own"], line["own_seqs"])):
+        plan = json.loads(run("plan", "-f", manifest(tmp_path, int(width)), "-o", "json")[1])
+        assert {plan[role]["max_num_seqs"] for role in ("prefill", "decode")} == {int(seqs)}
+    line = better_of(run, "-f", manifest(tmp_path, 8, 8), *LENGTHS)
+    assert re.fullmatch(r"\d+ in prefill and \d+ in decode", line["seqs"])
 
 
 def test_a_target_that_the_plan_meets_is_met_by_what_is_better(run: Run, tmp_path: Path) -> None:
     """Lanes of 8 GPUs take the least time for a token, and give the least output."""
     file = manifest(tmp_path, 8, 1)
-    lengths = ("--prompt-tokens", 14_336, "--output-tokens", 2048)
-    alone_ms = json.loads(run("plan", "-f", file, *lengths, "-o", "json")[1])["speed"]["tpot_alone"]["value"]
-    assert "tensorParallel 2 " in better_of(run("plan", "-f", file, *lengths)[1])
-    line = better_of(run("plan", "-f", file, *lengths, "--target-tpot", f"{1.03 * alone_ms:.1f}ms")[1])
-    assert "tensorParallel 2 " not in line
-    assert "tensorParallel 4 " not in line
+    alone_ms = json.loads(run("plan", "-f", file, *LENGTHS, "-o", "json")[1])["speed"]["tpot_alone"]["value"]
+    assert better_of(run, "-f", file, *LENGTHS)
+    target = ("--target-tpot", f"{1.03 * alone_ms:.1f}ms")
+    found = searched(run, "-f", file, *LENGTHS, *target)
+    assert {width for width, each in found.items() if not each["misses"]} == {8}
+    assert better_of(run, "-f", file, *LENGTHS, *target) == {}
 
 
 def test_it_costs_little() -> None:
     files = [STATED]
     asked = asked_for(files, DeploymentFlags(), WorkloadFlags())
-    outlook = outlook_of(make_plan(asked), asked)
     seconds = []
     for _ in range(5):
+        outlook = outlook_of(make_plan(asked), asked)
         start = time.process_time()
         assert better_layout(outlook, "")
         seconds.append(time.process_time() - start)
