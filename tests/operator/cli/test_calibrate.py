@@ -71,11 +71,12 @@ def test_the_text_shows_old_and_new_factor_and_errors_of_each_point(
 ) -> None:
     assert calibrate(written(tmp_path, by_hand(2.5))) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert "decode factor 1.718 -> 2.500 (+45.5%)" in lines
+    before = calibration_for(WORKER, DecodeLoad, None)
+    assert f"decode factor {before.factor():.3f} -> 2.500 ({2.5 / before.factor() - 1:+.1%})" in lines
     points = [line.split() for line in lines if " at " in line and "request" in line]
-    assert [point[-3:] for point in points] == [["-31.3%", "+0.0%", "+0.0%"]] * 3
+    assert [point[-3:] for point in points] == [[f"{before.factor() / 2.5 - 1:+.1%}", "+0.0%", "+0.0%"]] * 3
     assert any("kubectl patch hardwareprofile mi300x --type merge" in line for line in lines)
-    assert any(line.startswith("  before: factor 1.718 fitted on 1 point, fit_mi325x_tp8_conc1") for line in lines)
+    assert any(line.startswith(f"  before: {before.fitted_on}") for line in lines)
 
 
 def test_json_holds_everything_the_text_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -83,7 +84,9 @@ def test_json_holds_everything_the_text_says(tmp_path: Path, capsys: pytest.Capt
     calibrate(written(tmp_path, run, "run.json"), output="json")
     found = json.loads(capsys.readouterr().out)
     assert found["phases"]["decode"]["factorAfter"] == pytest.approx(2.5)
-    assert found["phases"]["decode"]["points"][1]["errorBefore"] == pytest.approx(1.71815 / 2.5 - 1, abs=1e-4)
+    assert found["phases"]["decode"]["points"][1]["errorBefore"] == pytest.approx(
+        calibration_for(WORKER, DecodeLoad, None).factor() / 2.5 - 1
+    )
     assert found["phases"]["prefill"]["points"][0]["errorLeftOut"] is None
     assert found["phases"]["prefill"]["factorAfter"] > found["phases"]["prefill"]["factorBefore"]
     assert found["fragment"]["spec"]["calibration"]["prefillFactor"] > 1

@@ -7,10 +7,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from kimi_operator.planner.workload import Workload, fixed
+from kimi_operator.profiles import architecture, built_in_profiles
+from kimi_operator.profiles.forecast import forecast_of
 
 Run = Callable[..., tuple[int, str, str]]
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "mi300x-2p2d.yaml"
-ONCE = {"decode": "fit_mi325x_tp8_conc1 (29.03 ms", "prefill": "mi300x_100k (49,400.00 ms"}
+PROFILE = built_in_profiles()["mi300x"]
+FORECAST = forecast_of(
+    architecture("kimi-k3"), PROFILE, PROFILE.spec.runtime.kv_cache_dtype, Workload(fixed(1000), fixed(100))
+)
+ONCE = {"decode": FORECAST.decode.fitted_on, "prefill": FORECAST.prefill.fitted_on}
 
 
 @pytest.mark.parametrize("form", ["text", "markdown", "html"])

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import re
 import statistics
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import yaml
@@ -67,7 +69,8 @@ def test_json_holds_the_same_rows(capsys: pytest.CaptureFixture[str]) -> None:
     assert set(verdicts.values()) == {"met", "fitted", "met, inputs chosen", "by definition", "known not to reconcile"}
     assert verdicts["needles"] == "by definition", "a sum cannot miss"
     fitted = {name for name, verdict in verdicts.items() if verdict == "fitted"}
-    assert fitted == {"fit_mi325x_tp8_conc1", "fit_mi355x_tp8_conc2"}, "a factor meets its own point"
+    steps = {s.name for s in SAMPLES if s.use is Use.FITTED and isinstance(s.load, DecodeLoad)}
+    assert fitted == steps, "a factor meets its own point"
 
 
 def test_settings_of_the_report_say_which_inputs_were_chosen(capsys: pytest.CaptureFixture[str]) -> None:
@@ -94,19 +97,48 @@ def test_every_measured_time_is_shown_with_its_use_error_and_band(capsys: pytest
     assert set(rows) == {sample.name for sample in SAMPLES} | {rate.name for rate in RATES}
     for sample in SAMPLES:
         assert ("held" in rows[sample.name]) == (sample.use is Use.HELD_OUT)
-    assert rows["fit_mi325x_tp8_conc1"][1:6] == ["fitted", "29.03", "29.03", "+0.0", "%"]
+    step = next(r for r in residuals(SAMPLES) if r.sample.use is Use.FITTED and isinstance(r.sample.load, DecodeLoad))
+    shown = [f"{1e3 * step.sample.measured_s:.2f}", f"{step.predicted.value:.2f}", f"{100 * step.error:+.1f}"]
+    assert rows[step.sample.name][1:6] == ["fitted", *shown, "%"]
     assert rows["mi325x_20k"][1:4] == ["held", "out", "11,800"]
     outside = [sample.name for sample in SAMPLES if rows[sample.name][-1] == "NO"]
-    assert outside == ["mi355x_1p1d_tpot_conc64", "mi325x_20k"]
+    assert outside == [each.sample.name for each in residuals(SAMPLES) if not each.is_in_band]
     assert {row[-1] for row in rows.values()} == {"yes", "NO"}
+
+
+def held_out_errors(phase: type[DecodeLoad | PrefillLoad]) -> dict[str, float]:
+    """By name: predicted over measured, less one."""
+    held = [s for s in SAMPLES if s.use is Use.HELD_OUT and isinstance(s.load, phase)]
+    errors = {
+        each.sample.name: each.predicted.value / (1e3 * each.sample.measured_s) - 1 for each in residuals(SAMPLES)
+    }
+    return {sample.name: errors[sample.name] for sample in held}
+
+
+def test_readme_claims_the_errors_that_held_out_times_have() -> None:
+    """How far measured times lie from predicted ones, and which step is the farthest."""
+    readme = (Path(__file__).resolve().parents[3] / "README.md").read_text()
+    steps, prompts = held_out_errors(DecodeLoad), held_out_errors(PrefillLoad)
+    for words, errors in (("the eleven held-out steps", steps), ("the ten held-out prompts", prompts)):
+        over = [100 * (1 / (1 + error) - 1) for error in errors.values()]
+        assert f"{words} took from {-min(over):.0f} % less to {max(over):.0f} % longer than predicted" in readme
+    assert (len(steps), len(prompts)) == (11, 10)
+    farthest = max(steps, key=lambda name: abs(math.log1p(steps[name])))
+    (load,) = (s.load for s in SAMPLES if s.name == farthest)
+    assert isinstance(load, DecodeLoad)
+    assert f"the farthest with {load.concurrency} at once" in readme
 
 
 def test_the_bias_of_prompts_and_the_band_that_does_not_hold_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = run(capsys, "--check")
     decode, prefill = (next(x for x in out.splitlines() if x.startswith(f"{p}: ")) for p in ("decode", "prefill"))
-    assert decode == "decode: 11 held out, -7.2 % to +32.7 % off; 10 in their bands, not mi355x_1p1d_tpot_conc64"
-    assert "10 held out" in prefill
-    assert prefill.endswith("-19.4 % to +4.4 % off; 9 in their bands, not mi325x_20k")
+    for line, phase in ((decode, DecodeLoad), (prefill, PrefillLoad)):
+        errors = held_out_errors(phase)
+        least, most = 100 * min(errors.values()), 100 * max(errors.values())
+        outside = [e.sample.name for e in residuals(SAMPLES) if e.sample.name in errors and not e.is_in_band]
+        words = [f"{len(errors)} held out, ", f"{least:+.1f} % to {most:+.1f} % off; "]
+        words += [f"{len(errors) - len(outside)} in their bands" + (f", not {', '.join(outside)}" if outside else "")]
+        assert all(each in line for each in words), line
     assert "on mi325x 623 ms to 50,000, 396 ms to 100,000, 671 ms to 200,000" in out
     assert "Where it falls, as on mi325x to 100,000 and 900,000, no sum" in out
     assert "was fitted: it is quick" not in out
@@ -258,10 +290,14 @@ def test_all_forms_hold_the_measured_times(capsys: pytest.CaptureFixture[str], o
     document = json.loads(out) if output == "json" else yaml.safe_load(out)
     times = {row["name"]: row for row in document["times"]}
     assert set(times) == {sample.name for sample in SAMPLES}
-    far = times["mi325x_20k"]
-    assert (far["phase"], far["use"], far["measured_ms"], far["in_band"]) == ("prefill", "heldOut", 11_800.0, False)
-    assert far["error"] == pytest.approx(far["predicted_ms"] / 11_800 - 1)
-    assert far["low_ms"] < far["predicted_ms"] < far["high_ms"] < 11_800
+    for residual in residuals(SAMPLES):
+        row, sample = times[residual.sample.name], residual.sample
+        phase = "decode" if isinstance(sample.load, DecodeLoad) else "prefill"
+        assert (row["phase"], row["use"]) == (phase, "fitted" if sample.use is Use.FITTED else "heldOut")
+        assert row["measured_ms"] == pytest.approx(1e3 * sample.measured_s)
+        assert row["error"] == pytest.approx(row["predicted_ms"] / row["measured_ms"] - 1)
+        assert row["low_ms"] < row["predicted_ms"] < row["high_ms"]
+        assert row["in_band"] == (row["low_ms"] <= row["measured_ms"] <= row["high_ms"])
     assert any(text.startswith("prefill: 10 held out, ") for text in document["held_out"])
 
 
