@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from fractions import Fraction
 
 from kimi_operator.cli.flags import flag_name
 from kimi_operator.cli.session_flags import SessionFlags
 from kimi_operator.planner.workload import Lengths, Workload
+
+LATER = " (of first turns alone: later prompts hold the session so far)"
+OF_TRACE = "the trace has its own"
+OWN_PACE = "sessions ask when they are answered, at no fixed rate; --agents and --ramp set the load"
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +21,6 @@ class FromManifest:
     agents: int | None = None
     first_prompt: Lengths | None = None
     output: Lengths | None = None
-    requests_per_second: Fraction | None = None
     reuse: float | None = None
     ttft_s: float | None = None
     tpot_s: float | None = None
@@ -38,17 +40,18 @@ def from_manifest(workload: Workload, flags: SessionFlags) -> FromManifest:
             unused.append(f"{field} ({flag_name(flag)} says otherwise)")
             continue
         elif flag != "reuse" and flags.trace is not None:
-            unused.append(f"{field} (the trace has its own)")
+            unused.append(f"{field} ({OF_TRACE})")
             continue
         else:
-            taken.append(f"{field} as {flag_name(flag)}")
+            taken.append(f"{field} as {flag_name(flag)}{LATER if field == 'prompt' else ''}")
         stated.add(field)
+    if workload.requests_per_second is not None:
+        unused.append(f"requestsPerSecond ({OWN_PACE if flags.trace is None else OF_TRACE})")
     targets = workload.ttft_s is not None or workload.tpot_s is not None
     return FromManifest(
         agents=workload.concurrency if "concurrency" in stated else None,
         first_prompt=workload.prompt if "prompt" in stated else None,
         output=workload.output if "output" in stated else None,
-        requests_per_second=workload.requests_per_second if "requestsPerSecond" in stated else None,
         reuse=float(workload.reuse) if "reuse" in stated else None,
         ttft_s=workload.ttft_s,
         tpot_s=workload.tpot_s,
@@ -65,5 +68,3 @@ def _fields(workload: Workload) -> Iterator[tuple[str, str]]:
         yield "reuse", "reuse"
     if workload.concurrency is not None:
         yield "concurrency", "agents"
-    if workload.requests_per_second is not None:
-        yield "requestsPerSecond", "ramp"

@@ -17,8 +17,6 @@ _NEAREST = {
     "--first-prompt-tokens": ("--prompt-tokens",),
     "--concurrency": ("--agents",),
     "--agents": ("--concurrency",),
-    "--requests-per-second": ("--ramp",),
-    "--ramp": ("--requests-per-second",),
 }
 """Flags of other commands that state the same of a load, or nearly."""
 _FILES = {"--compare": ("A.yaml", "B.yaml")}

@@ -207,7 +207,7 @@ def look_ahead(planned: Planned, stated: Workload | None, *, is_assumed: bool | 
         waits = forecast.queued(prefill.shape, prefill.groups, speed.at)
     decode_speed = _decode_speed(planned, plan, roles, served) if forecast is None and not too_long else None
     unsure = rates_warning(planned.profile) if speed or decode_speed else None
-    said = (*plan.warnings, *reuse_warnings(served), *([unsure] if unsure else ()))
+    said = (*plan.warnings, *reuse_warnings(served.reuse), *([unsure] if unsure else ()))
     misses, doubts = _told(roles, waits)
     return Outlook(
         planned=planned,

@@ -27,7 +27,7 @@ def replay(
     file
         YAML with one KimiDeployment, and your own HardwareProfiles if any; `-` is standard input. Can be repeated.
         A `profile.yaml` beside it is read too, which standard error then says. Its spec.workload, if any, gives
-        defaults of --first-prompt-tokens, --output-tokens, --reuse, and of --agents or --ramp.
+        defaults of --first-prompt-tokens, --output-tokens, --reuse and --agents.
     output
         text, json, yaml, markdown, or html: one page that needs nothing else.
     """

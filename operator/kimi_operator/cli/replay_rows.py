@@ -9,13 +9,12 @@ from kimi_operator.cli.figures import number, with_band
 from kimi_operator.cli.outlook import shape_of
 from kimi_operator.cli.replayed import Outcome
 from kimi_operator.cli.sessions import AskedSessions
-from kimi_operator.planner.demand import FIELD, reuse_warnings
+from kimi_operator.planner.demand import reuse_warnings
 from kimi_operator.planner.predict import Prediction
 from kimi_operator.planner.pressure import Summary
 from kimi_operator.planner.retention import Retention
 from kimi_operator.planner.service import Service
 from kimi_operator.planner.units import bytes_text, counted
-from kimi_operator.planner.workload import workload_of
 from kimi_operator.profiles.support import rates_warning
 
 TTFT = (lambda s: s.ttft_p50_s, lambda s: s.ttft_p95_s)
@@ -107,7 +106,7 @@ def warnings(outcome: Outcome) -> Iterator[str]:
     """The plan's warnings, and what the sessions asked for that they do not get."""
     stated = outcome.planned.deployment.spec.workload
     # the plan's is of the manifest's reuse, which a flag may have replaced
-    of_plan = set() if stated is None else set(reuse_warnings(workload_of(stated, FIELD)))
+    of_plan = set() if stated is None else set(reuse_warnings(stated.reuse))
     yield from (warning for warning in outcome.plan.warnings if warning not in of_plan)
     if unsure := rates_warning(outcome.planned.profile):
         yield unsure
@@ -130,11 +129,7 @@ def warnings(outcome: Outcome) -> Iterator[str]:
             f"prefill ends later than {limits.reservation_s:,g} s after decode made room (timeouts.reservationSeconds);"
             " add nodes of prefill, or raise it"
         )
-    if reuse:
-        yield (
-            "the bundled worker keeps no prefix cache and computes whole prompts: TTFT and load look better than it "
-            f"gives with reuse of {reuse:.0%}; --reuse 0 shows its own"
-        )
+    yield from reuse_warnings(reuse)
     if reuse > cache.reuse and cache.returning_turns:
         yield (
             f"reuse of {reuse:.1%} cannot be had: prefill's own pages keep {cache.reuse:.1%} of earlier contexts; "

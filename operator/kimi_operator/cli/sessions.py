@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -123,7 +122,6 @@ def _of_manifest(manifest: FromManifest) -> dict[str, Any]:
         "agents": manifest.agents,
         "first_prompt_tokens": manifest.first_prompt,
         "output_tokens": manifest.output,
-        "ramp": manifest.requests_per_second,
     }
 
 
@@ -157,8 +155,6 @@ def _agents(flags: SessionFlags, manifest: FromManifest) -> Agents:
             field, remedy = CONCURRENCY, "state fewer --agents or --turns"
         raise refuse(field, got, f"at most {MOST_TURNS:,} turns in all", remedy)
     think_s, ramp_s = time_s("think_time"), time_s("ramp")
-    if manifest.requests_per_second is not None:
-        ramp_s = _ramp_s(manifest.requests_per_second, num_turns)
     first, output = manifest.first_prompt, manifest.output
     return Agents(
         sessions=num_sessions,
@@ -171,15 +167,6 @@ def _agents(flags: SessionFlags, manifest: FromManifest) -> Agents:
         first_prompts=() if first is None else first.points,
         outputs=() if output is None else output.points,
     )
-
-
-def _ramp_s(requests_per_second: Fraction, num_turns: int) -> float:
-    """Sessions begin so that their turns come at this rate, on average; each turn is a request."""
-    ramp_s = float(num_turns / requests_per_second)
-    if ramp_s > MOST_SECONDS:
-        got = f"{float(requests_per_second):g}: {num_turns:,} turns over {ramp_s:,.0f}s"
-        raise refuse(f"{FIELD}.requestsPerSecond", got, f"at most {MOST_SECONDS:,.0f}s, a day", "state --ramp")
-    return ramp_s
 
 
 def _text(agents: Agents, manifest: FromManifest, seed: int) -> tuple[str, str]:

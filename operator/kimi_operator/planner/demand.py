@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from fractions import Fraction
 
 from kimi_operator.api.deployment import Role
 from kimi_operator.api.profile import DType
@@ -48,7 +49,7 @@ def read_demand(s: Settings, speed: Speed | None) -> Demand | None:
     if problems := check_lengths(workload, s.architecture.max_positions, FIELD):
         raise InvalidSpec(problems)
     workload = workload.within(longest_of(s))
-    warnings = tuple(reuse_warnings(workload))
+    warnings = tuple(reuse_warnings(workload.reuse))
     if workload.ttft_s is None and workload.tpot_s is None:
         return Demand(workload, None, warnings)
     if speed is None:
@@ -59,12 +60,12 @@ def read_demand(s: Settings, speed: Speed | None) -> Demand | None:
         return Demand(workload, None, (*warnings, f"{FIELD}.targets are left aside: {error}"))
 
 
-def reuse_warnings(workload: Workload) -> Iterator[str]:
-    """That times with reuse are of an engine that keeps prompts, which the bundled worker does not."""
-    if workload.reuse:
+def reuse_warnings(share: Fraction | float) -> Iterator[str]:
+    """That times with such a reuse are of an engine that keeps prompts, which the bundled worker does not."""
+    if share:
         yield (
             "the bundled worker keeps no prefix cache and computes whole prompts: prefill, TTFT and throughput look "
-            f"better than it gives with the stated reuse of {float(workload.reuse):.0%}; state 0 to see its own"
+            f"better than it gives with reuse of {float(share):.0%}; state 0 to see its own"
         )
 
 

@@ -56,7 +56,7 @@ WRONG = {
     "--prompt-tokens 2": "--prompt-tokens: got a flag of plan, expected a flag of replay; replay has "
     "--first-prompt-tokens",
     "--requests-per-second=2": "--requests-per-second: got a flag of plan, expected a flag of replay; "
-    "replay has --ramp",
+    "leave it out, or choose the other command",
     "--concurrency=2": "--concurrency: got a flag of needle and plan, expected a flag of replay; replay has --agents",
     "--cost 2": "--cost: got a flag of plan, expected a flag of replay; leave it out, or choose the other command",
     "--think-tim 2s": "Unknown option: --think-tim. Did you mean --think-time?",

@@ -53,8 +53,8 @@ def test_all_that_has_a_meaning_is_taken_and_said(run: Run, manifest: Manifest) 
     assert told["by_turn"][0]["prompt_tokens"] == 5000
     assert sessions["assumed"] == ["--turns", "--turn-tokens", "--think-time", "--ramp"]
     taken = [
-        "prompt as --first-prompt-tokens", "output as --output-tokens", "reuse (of earlier turns alone)",
-        "concurrency as --agents", "targets",
+        "prompt as --first-prompt-tokens (of first turns alone: later prompts hold the session so far)",
+        "output as --output-tokens", "reuse (of earlier turns alone)", "concurrency as --agents", "targets",
     ]  # fmt: skip
     assert (sessions["from_workload"], sessions["unused_of_workload"]) == (taken, [])
     text = run("replay", "-f", file)[1]
@@ -76,7 +76,7 @@ def test_reuse_that_the_worker_has_not_is_warned_of_once_and_as_it_is_replayed(r
     file = manifest(prompt={"fixed": 5000}, output={"fixed": 100}, reuse=0.5)
     for flags, share in (((), "50%"), (("--reuse", 0.2), "20%")):
         (warning,) = [each for each in found(run, "-f", file, *SMALL, *flags)["warnings"] if "prefix cache" in each]
-        assert f"with reuse of {share}; --reuse 0 shows its own" in warning
+        assert f"with reuse of {share}; state 0 to see its own" in warning
     assert not found(run, "-f", file, *SMALL, "--reuse", 0)["warnings"]
 
 
@@ -108,19 +108,15 @@ def test_a_trace_leaves_reuse_and_targets_alone(run: Run, manifest: Manifest) ->
     ]
 
 
-def test_sessions_begin_so_that_turns_come_at_the_rate(run: Run, manifest: Manifest) -> None:
-    """12 turns at 0.1 a second are 120 s, over which three sessions begin."""
+def test_a_rate_is_named_as_unused_and_changes_nothing(run: Run, manifest: Manifest) -> None:
+    """Sessions ask again when they are answered: how often turns come follows from that."""
     work = {"prompt": {"fixed": 5000}, "output": {"fixed": 100}, "targets": {"tpotSeconds": 1}}
-    sessions = found(run, "-f", manifest(**work, requestsPerSecond=0.1), *SMALL)["sessions"]
-    assert sessions["ramp_s"] == pytest.approx(120)
-    assert "requestsPerSecond as --ramp" in sessions["from_workload"]
-    assert "--ramp" not in sessions["assumed"]
-    status, _, err = run("replay", "-f", manifest(**work, requestsPerSecond=1e-4), *SMALL)
-    assert (status, err.count("\n")) == (2, 1)
-    assert (
-        "spec.workload.requestsPerSecond: got 0.0001: 12 turns over 120,000s, expected at most 86,400s, a day; "
-        "state --ramp" in err
-    )
+    plain, rate = (found(run, "-f", manifest(**work, **more), *SMALL) for more in ({}, {"requestsPerSecond": 0.1}))
+    pace = "sessions ask when they are answered, at no fixed rate; --agents and --ramp set the load"
+    assert rate["sessions"].pop("unused_of_workload") == [f"requestsPerSecond ({pace})"]
+    assert plain["sessions"].pop("unused_of_workload") == []
+    assert (rate["sessions"], rate["by_turn"]) == (plain["sessions"], plain["by_turn"])
+    assert "--ramp" in rate["sessions"]["assumed"]
 
 
 @pytest.mark.parametrize("concurrency", [1001, 20_000])
