@@ -65,7 +65,7 @@ class _Group:
     """Sum of the batch's contexts, less those that steps have added: each has `steps` more than its part."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class _State:
     """The service in the middle of it."""
 
@@ -108,16 +108,26 @@ class _State:
             return
         self.asked[session] += 1
         self.contexts[session] = whole
-        computed = prompt - int(self.service.reuse * context)
         number = max(range(len(self.lanes)), key=lambda i: (-self.lanes[i].load, self.lanes[i].free_pages))
         lane = self.lanes[number]
-        tokens = (context, prompt, computed, turn.output_tokens)
-        lane.load += 1
         for group in self.prefill_groups:
             group.settle()
-        prefill = least_loaded(self.prefill_lanes)
-        self.prefill_lanes[prefill].send(computed)
-        lane.waiting.append(Served(session, index, *tokens, pages, number, prefill, len(lane.waiting), now_s))
+        served = Served(
+            session=session,
+            turn=index,
+            context_tokens=context,
+            prompt_tokens=prompt,
+            computed_tokens=prompt - int(self.service.reuse * context),
+            output_tokens=turn.output_tokens,
+            pages=pages,
+            lane=number,
+            prefill_lane=least_loaded(self.prefill_lanes),
+            ahead=len(lane.waiting),
+            asked_s=now_s,
+        )
+        self.prefill_lanes[served.prefill_lane].send(served.computed_tokens)
+        lane.load += 1
+        lane.waiting.append(served)
         self.admit(lane, now_s)
 
     def admit(self, lane: _Lane, now_s: float) -> None:
@@ -242,7 +252,15 @@ def replay(sessions: Sequence[Session], service: Service, ended: Callable[[], No
         for i in range(0, len(prefill_lanes), service.prefill_lanes)
     ]
     state = _State(
-        service, sessions, [0] * len(sessions), [0] * len(sessions), lanes, groups, prefill_lanes, prefill_groups, ended
+        service=service,
+        sessions=sessions,
+        contexts=[0] * len(sessions),
+        asked=[0] * len(sessions),
+        lanes=lanes,
+        groups=groups,
+        prefill_lanes=prefill_lanes,
+        prefill_groups=prefill_groups,
+        ended=ended,
     )
     for index, session in enumerate(sessions):
         state.at(session.start_s, partial(state.ask, index))

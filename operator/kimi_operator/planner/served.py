@@ -7,7 +7,7 @@ from enum import Enum
 from typing import NamedTuple
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Served:
     """One turn as it went. Times in seconds from the start; it holds memory from `admitted_s` to `end_s`."""
 

@@ -53,6 +53,16 @@ def test_what_comes_during_a_step_waits_for_its_end() -> None:
     assert prefilled(apart, (0, 100), (0.25, 100)) == [(0, 0, 1), (1, 0.25, 1.25)]
 
 
+def test_a_wait_for_the_end_of_a_step_alone_is_none() -> None:
+    """The second prompt comes to a free lane of a group that steps; the third is behind the first, from 0.5 s to 1."""
+    sessions = [Session(at, (Turn(100, 1, 0.0),)) for at in (0, 0.25, 0.5)]
+    alone = summarise(replay(sessions[:2], CHUNKS), CHUNKS)
+    assert alone.lane_wait_s == 0.75
+    assert (alone.binds, set(alone.waited_s.values())) == ("nothing: no request waited", {0})
+    behind = summarise(replay(sessions, CHUNKS), CHUNKS)
+    assert behind.waited_s == {"prefill lanes": 0.5, "maxNumSeqs": 0, "KV pages": 0, "state slots": 0}
+
+
 def test_who_comes_during_a_long_prompt_finds_what_is_left_of_it() -> None:
     """Ten steps of 1 s, each 0.1 s longer than the one before it."""
     # asked at 1.5 s, the second joins at 2.1 s: behind 200 tokens and with two lanes' worth of experts a step is 2.2 s

@@ -33,9 +33,24 @@ SERVICE = Service(
 
 def served(session: int, turn: int, prefill_s: float, context: int, prompt: int) -> Served:
     """Asked, let in and begun at once; a second of prefill, and another of decode for nine more tokens."""
-    times = (prefill_s, prefill_s, prefill_s, prefill_s + 1, prefill_s + 1, prefill_s + 2)
-    tokens = (context, prompt, prompt - context, 10)
-    return Served(session, turn, *tokens, math.ceil((prompt + 10) / 64), 0, 0, 0, *times)
+    return Served(
+        session=session,
+        turn=turn,
+        context_tokens=context,
+        prompt_tokens=prompt,
+        computed_tokens=prompt - context,
+        output_tokens=10,
+        pages=math.ceil((prompt + 10) / 64),
+        lane=0,
+        prefill_lane=0,
+        ahead=0,
+        asked_s=prefill_s,
+        admitted_s=prefill_s,
+        prefill_s=prefill_s,
+        first_s=prefill_s + 1,
+        running_s=prefill_s + 1,
+        end_s=prefill_s + 2,
+    )
 
 
 # Three sessions, two turns each; pages of 64 tokens.
