@@ -162,6 +162,7 @@ def test_measured_throughput_is_held_out_and_shown_where_it_misses(capsys: pytes
     rows = {line.split()[0]: line.split() for line in table if re.match(r"  \S", line)}
     shown = [rows[rate.name] for rate in RATES]
     assert shown[0][1:4] == ["held", "out", "50.40"]
+    # what README says of them: two of six
     assert [row[-1] for row in shown] == ["NO", "NO", "yes", "yes", "yes", "yes"]
     assert "throughput: 6 held out, " in out
     assert "4 in their bands, not mi355x_1p1d_conc4, mi355x_1p1d_conc8\n" in out
