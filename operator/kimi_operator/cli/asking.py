@@ -24,8 +24,9 @@ from kimi_operator.cli.flag_documents import (
     workload_document,
 )
 from kimi_operator.cli.flags import DeploymentFlags, WorkloadFlags, refuse
+from kimi_operator.cli.look_ahead import look_ahead
 from kimi_operator.cli.manifests import Planned, deployment_of, plan_deployment, read_documents
-from kimi_operator.cli.outlook import Outlook, assumed_workload, look_ahead
+from kimi_operator.cli.outlook import Outlook, assumed_workload
 from kimi_operator.errors import InvalidSpec, Problem
 from kimi_operator.planner import Plan
 from kimi_operator.planner.case import Solution

@@ -13,7 +13,8 @@ import yaml
 
 from kimi_operator.api.base import dump
 from kimi_operator.cli.cost import Cost
-from kimi_operator.cli.outlook import DecodeSpeed, Outlook, RoleOutlook, Speed, contexts
+from kimi_operator.cli.look_ahead import contexts
+from kimi_operator.cli.outlook import DecodeSpeed, Outlook, RoleOutlook, Speed
 from kimi_operator.cli.text import meets_workload
 from kimi_operator.errors import Problem
 from kimi_operator.planner.case import Solution

@@ -7,7 +7,8 @@ from html import escape
 
 from kimi_operator.api.deployment import Role
 from kimi_operator.cli.cost import Cost, price_text, rows
-from kimi_operator.cli.outlook import Outlook, RoleOutlook, contexts
+from kimi_operator.cli.look_ahead import contexts
+from kimi_operator.cli.outlook import Outlook, RoleOutlook
 from kimi_operator.cli.picture import legend, memory_picture, pictures
 from kimi_operator.cli.text import headline, layout_text, verdict
 from kimi_operator.errors import Problem

@@ -10,8 +10,9 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kimi_operator.api import KimiDeployment, parse
+from kimi_operator.cli.look_ahead import look_ahead
 from kimi_operator.cli.manifests import plan_deployment
-from kimi_operator.cli.outlook import Outlook, look_ahead
+from kimi_operator.cli.outlook import Outlook
 from kimi_operator.planner import Plan
 from kimi_operator.planner.case import Solution
 from kimi_operator.planner.workload import Workload, fixed, workload_of

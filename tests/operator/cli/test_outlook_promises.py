@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from kimi_operator.api import KimiDeployment, Role, parse
 from kimi_operator.api.profile import HardwareProfile
+from kimi_operator.cli.look_ahead import contexts, look_ahead
 from kimi_operator.cli.manifests import plan_deployment
-from kimi_operator.cli.outlook import Outlook, Speed, contexts, look_ahead
+from kimi_operator.cli.outlook import Outlook, Speed
 from kimi_operator.cli.search import Wanted, find_layouts
 from kimi_operator.planner import Infeasible, Plan
 from kimi_operator.planner.case import Solution

@@ -19,8 +19,9 @@ from kimi_operator.api.calibration import CalibrationSpec
 from kimi_operator.api.deployment import Role
 from kimi_operator.api.profile import HardwareProfile
 from kimi_operator.cli.cost import Cost, cost_of
+from kimi_operator.cli.look_ahead import look_ahead
 from kimi_operator.cli.manifests import Planned, read_and_plan
-from kimi_operator.cli.outlook import Outlook, look_ahead
+from kimi_operator.cli.outlook import Outlook
 from kimi_operator.errors import Problem
 from kimi_operator.planner.budget import Budget, PagePool
 from kimi_operator.planner.case import Case, Limit

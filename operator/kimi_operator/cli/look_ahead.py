@@ -1,0 +1,257 @@
+"""Making the outlook of a plan: what binds and where that changes, memory that nothing uses, predicted times. Pure."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from fractions import Fraction
+
+from kimi_operator.api.deployment import Role
+from kimi_operator.cli.manifests import Planned
+from kimi_operator.cli.outlook import (
+    POOL_LABELS,
+    ContextPoint,
+    DecodeSpeed,
+    Outlook,
+    RoleOutlook,
+    Speed,
+    assumed_workload,
+    shape_of,
+)
+from kimi_operator.errors import InvalidSpec, Problem
+from kimi_operator.planner import Plan
+from kimi_operator.planner.budget import Budget, PagePool
+from kimi_operator.planner.case import Case, Solution, Timing
+from kimi_operator.planner.demand import reuse_warnings
+from kimi_operator.planner.objective import Forecast, mean_request
+from kimi_operator.planner.predict import (
+    Capacity,
+    CurvePoint,
+    Prediction,
+    Request,
+    decode_step_ms,
+    handoff_ms,
+    knee,
+    prefill_ms,
+    throughput_curve,
+)
+from kimi_operator.planner.roofline import DecodeLoad, PrefillLoad, Setup
+from kimi_operator.planner.solve import most, solve, stretches, unused
+from kimi_operator.planner.targets import Judged, told
+from kimi_operator.planner.workload import Workload, check_lengths, fixed
+from kimi_operator.profiles.forecast import decode_forecast, forecast_of
+from kimi_operator.profiles.support import rates_warning
+
+CURVE_POINTS = 28
+CONTEXT_POINTS = 40
+SHORTEST_CONTEXT = 256
+
+
+def look_ahead(planned: Planned, stated: Workload | None, *, is_assumed: bool | None = None) -> Outlook:
+    """A plan that fits, under a workload, or under the assumed one.
+
+    Raises InvalidSpec when the workload's lengths are beyond the model.
+    """
+    plan = planned.plan
+    assert isinstance(plan, Plan), "what does not fit has no outlook"
+    workload = stated or assumed_workload(planned, plan)
+    if problems := check_lengths(workload, planned.architecture.max_positions):
+        raise InvalidSpec(problems)
+    too_long = check_lengths(workload, plan.decode.max_model_len)
+    served = workload.within(plan.decode.max_model_len) if not too_long else workload
+    forecast, no_speed = _forecast(planned, plan, served)
+    roles = {role: _role(planned, plan, role, served, forecast) for role in Role}
+    speed = None
+    if forecast is not None and not too_long:
+        try:
+            speed = _speed(roles[Role.PREFILL], roles[Role.DECODE], served, forecast)
+        except ValueError as error:
+            no_speed = str(error)
+    waits, prefill = None, roles[Role.PREFILL]
+    if forecast is not None and speed is not None:
+        waits = forecast.queued(prefill.shape, prefill.groups, speed.at)
+    decode_speed = _decode_speed(planned, plan, roles, served) if forecast is None and not too_long else None
+    unsure = rates_warning(planned.profile) if speed or decode_speed else None
+    said = (*plan.warnings, *reuse_warnings(served.reuse), *([unsure] if unsure else ()))
+    misses, doubts = _told(roles, waits)
+    return Outlook(
+        planned=planned,
+        plan=replace(plan, warnings=tuple(dict.fromkeys(said))),
+        workload=served,
+        is_assumed=stated is None if is_assumed is None else is_assumed,
+        prefill=roles[Role.PREFILL],
+        decode=roles[Role.DECODE],
+        speed=speed,
+        no_speed=no_speed,
+        misses=too_long or misses,
+        doubts=doubts,
+        decode_speed=decode_speed,
+        forecast=forecast,
+    )
+
+
+def _told(roles: Mapping[Role, RoleOutlook], waits: Judged | None) -> tuple[tuple[Problem, ...], tuple[Problem, ...]]:
+    """Why the plan's settings do not meet the workload, or barely."""
+    outcomes = [role.at_plan for role in roles.values()]
+    misses, doubts = told((each for each in outcomes if isinstance(each, Solution)), waits)
+    refused = tuple(each for each in outcomes if isinstance(each, Problem))
+    return tuple(dict.fromkeys((*refused, *misses))), doubts
+
+
+def _forecast(planned: Planned, plan: Plan, workload: Workload) -> tuple[Forecast | None, str]:
+    """Times by the profile's own calibration, else by the nearest measurements; or why there are none."""
+    try:
+        return forecast_of(planned.architecture, planned.profile, plan.kv_cache_dtype, workload), ""
+    except InvalidSpec as error:
+        return None, str(error)
+
+
+def _role(planned: Planned, plan: Plan, role: Role, workload: Workload, forecast: Forecast | None) -> RoleOutlook:
+    of_role, spec = plan.role(role), planned.deployment.spec.role(role)
+    shape = shape_of(planned, role)
+    lines = tuple(line for line in of_role.lines if line.label not in POOL_LABELS)
+    pool = PagePool(of_role.page_size_tokens, of_role.page_bytes, of_role.slot_bytes, slots=of_role.num_state_slots)
+    timing: Timing | None = None if forecast is None else forecast.timing(shape, spec.groups)
+    case = Case(
+        workload=workload,
+        role=role,
+        lanes=of_role.lanes * spec.groups,
+        budget=Budget(planned.profile.spec.gpu.memory, lines, pool),
+        most_seqs=of_role.max_num_seqs,
+        max_positions=max(of_role.max_model_len, 1),
+        timing=timing,
+        longest=planned.deployment.spec.model.max_model_len or 1,
+    )
+    widest = replace(
+        case,
+        budget=replace(case.budget, design=replace(pool, slots=None)),
+        most_seqs=max(planned.profile.spec.limits.max_num_seqs, of_role.max_num_seqs),
+    )
+    at_plan = solve(case)
+    return RoleOutlook(
+        plan=of_role,
+        groups=spec.groups,
+        shape=shape,
+        case=case,
+        widest=widest,
+        at_plan=at_plan,
+        best=solve(widest),
+        stretches=stretches(_beside_longest(widest)),
+        unused=() if isinstance(at_plan, Problem) else unused(case, at_plan),
+    )
+
+
+def _beside_longest(case: Case) -> Case:
+    """The same case, which runs no more than leave the stated maxModelLen its pages: stretches ask for each length."""
+    needed = case.budget.design.units(case.longest)
+    return replace(case, most_seqs=max(1, most(lambda n: case.budget.num_units(n) >= needed, 1, case.most_seqs)))
+
+
+def _speed(prefill: RoleOutlook, decode: RoleOutlook, workload: Workload, forecast: Forecast) -> Speed:
+    """Raises ValueError when a lane cannot hold one such request."""
+    request = mean_request(workload)
+    sides = (
+        forecast.decode_side(decode.shape, decode.groups),
+        forecast.prefill_side(prefill.shape, prefill.groups),
+    )
+    of_lane = Capacity(decode.plan.max_num_seqs, decode.plan.num_pages, decode.plan.page_size_tokens)
+    full = max(1, of_lane.running(request)[0] * decode.lanes)
+    asked = workload.running or full
+    if workload.requests_per_second is not None:
+        # `running` is for a token that takes as long as its target allows; what comes is served sooner
+        needed = float(workload.requests_per_second) * request.output_tokens
+        asked = 1 + bisect_left(
+            range(1, asked),
+            needed,
+            key=lambda at: throughput_curve(sides[0], of_lane, request, (at,), sides[1])[0].tokens_per_second.value,
+        )
+    concurrencies = {*_spread(1, max(2, 2 * full), CURVE_POINTS), full, asked}
+    curve = throughput_curve(sides[0], of_lane, request, sorted(concurrencies), sides[1])
+    bend = throughput_curve(sides[0], of_lane, request, {*_bend(curve)} - concurrencies, sides[1])
+    curve = tuple(sorted((*curve, *bend), key=lambda point: point.concurrency))
+    at = next(point for point in curve if point.concurrency == asked)
+    alone = PrefillLoad(*workload.computed_and_reused(workload.prompt.mean), forecast.chunk_tokens)
+    busy_lanes = forecast.busy_lanes(sides[1].setup, prefill.groups)
+    return Speed(
+        request=request,
+        tpot_alone=decode_step_ms(sides[0].setup, DecodeLoad(1, request.mean_context), forecast.decode),
+        prefill=prefill_ms(sides[1].setup, alone, forecast.prefill),
+        busy_lanes=busy_lanes,
+        prefill_busy=prefill_ms(sides[1].setup, replace(alone, busy_lanes=busy_lanes), forecast.prefill),
+        waiting_ttft=forecast.waiting_ttft(prefill.shape, prefill.groups, at),
+        handoff=_handoff(sides[1].setup, request.prompt_tokens),
+        curve=curve,
+        capacity=full,
+        knee=knee(curve),
+        at=at,
+    )
+
+
+def _bend(curve: tuple[CurvePoint, ...]) -> Iterator[int]:
+    """The loads about the one from which on more of them no longer pay in proportion, between two points."""
+    for before, after in itertools.pairwise(curve):
+        if before.binds == "concurrency" and after.binds != "concurrency":
+            at = after.tokens_per_second.value / before.tokens_per_second.value * before.concurrency
+            yield from (math.floor(at), math.ceil(at))
+
+
+def _decode_speed(
+    planned: Planned, plan: Plan, roles: Mapping[Role, RoleOutlook], workload: Workload
+) -> DecodeSpeed | None:
+    """None where no bandwidth is stated either, and where a lane cannot hold one such request."""
+    decode, request = roles[Role.DECODE], mean_request(workload)
+    full = _full(decode, request)
+    if full < 1:
+        return None
+    try:
+        one_gpu, calibration = decode_forecast(planned.architecture, planned.profile, plan.kv_cache_dtype)
+    except InvalidSpec:
+        return None
+    setups = {role: replace(one_gpu, shape=each.shape) for role, each in roles.items()}
+    running = min(workload.running or full, full)
+    load = DecodeLoad(-(-running // decode.groups), request.mean_context)
+    return DecodeSpeed(
+        request=request,
+        running=running,
+        tpot=decode_step_ms(setups[Role.DECODE], load, calibration),
+        tpot_alone=decode_step_ms(setups[Role.DECODE], replace(load, concurrency=1), calibration),
+        handoff=_handoff(setups[Role.PREFILL], request.prompt_tokens),
+    )
+
+
+def _full(decode: RoleOutlook, request: Request) -> int:
+    """Such requests that all decode lanes run at once."""
+    of_lane = Capacity(decode.plan.max_num_seqs, decode.plan.num_pages, decode.plan.page_size_tokens)
+    return of_lane.running(request)[0] * decode.lanes
+
+
+def _handoff(setup: Setup, tokens: int) -> Prediction | None:
+    try:
+        return handoff_ms(setup, tokens)
+    except ValueError:
+        return None
+
+
+def _spread(least: int, most: int, count: int) -> Iterator[int]:
+    """Whole numbers from least to most, evenly spaced by ratio."""
+    for i in range(count):
+        yield round(least * (most / least) ** (i / (count - 1)))
+
+
+def contexts(outlook: Outlook) -> tuple[ContextPoint, ...]:
+    """Requests that all decode lanes hold at once, against the context of each."""
+    role, longest = outlook.decode, outlook.plan.decode.max_model_len
+    tokens = sorted({*_spread(min(SHORTEST_CONTEXT, longest), longest, CONTEXT_POINTS)})
+    return tuple(_context_point(role, context) for context in tokens)
+
+
+def _context_point(role: RoleOutlook, context: int) -> ContextPoint:
+    pages = -(-context // role.plan.page_size_tokens)
+    planned = min(role.plan.max_num_seqs, role.plan.num_pages // pages)
+    # the whole request is prompt, so that decode holds exactly this context
+    work = Workload(fixed(max(1, context - 1)), fixed(1), reuse=Fraction(0))
+    cut = solve(replace(role.widest, workload=work, timing=None))
+    return ContextPoint(context, planned * role.lanes, cut.running if isinstance(cut, Solution) else 0)
