@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from kimi_operator.cli.figures import Figure, figures, number
 from kimi_operator.cli.flags import refuse
 from kimi_operator.cli.outlook import Outlook
+from kimi_operator.cli.time_figures import time_figures
 from kimi_operator.errors import InvalidSpec
 
 LEAST_PRICE, MOST_PRICE = 1e-6, 1e6
@@ -141,4 +142,4 @@ def cost_figures(outlook: Outlook, cost: Cost) -> Iterator[Figure]:
 
 def all_figures(outlook: Outlook, cost: Cost | None) -> list[Figure]:
     """Every figure of a plan, those of its cost too where one is asked for."""
-    return [*figures(outlook), *(cost_figures(outlook, cost) if cost else ())]
+    return [*figures(outlook), *time_figures(outlook), *(cost_figures(outlook, cost) if cost else ())]

@@ -1,0 +1,144 @@
+"""Figures of a plan with formula, values and source: predicted times and rates. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kimi_operator.api.profile import DType, HardwareProfile
+from kimi_operator.cli.figures import Figure, factor_of, number, with_band
+from kimi_operator.cli.outlook import Outlook, Speed
+from kimi_operator.planner.architecture import Architecture
+from kimi_operator.planner.predict import (
+    HANDOFF_SHARES,
+    Calibration,
+    CurvePoint,
+    Prediction,
+    Request,
+    decode_step_ms,
+    prefill_ms,
+    roofline_s,
+)
+from kimi_operator.planner.roofline import DecodeLoad
+from kimi_operator.planner.units import binding, ceil_div, counted
+from kimi_operator.profiles.forecast import decode_forecast, forecast_of
+
+NOT_PREDICTED = "not predicted"
+
+
+def time_figures(outlook: Outlook) -> Iterator[Figure]:
+    """Of a step, a prompt, a handoff and the throughput, and of the factors that they rest on."""
+    speed, either = outlook.speed, outlook.speed or outlook.decode_speed
+    reason = outlook.no_speed or "the workload does not fit"
+    step, prompt = "factor x sum of the step's terms", "factor x sum of the prompt's terms"
+    bound = (
+        "the least of concurrency / (TPOT + prefill of a prompt / tokens of an answer), of full lanes / TPOT, and of "
+        "what prefill feeds: its lanes x tokens of an answer / time of a prompt while all of them compute"
+    )
+    formula = "bytes of a request / (bandwidth of its network card x geometric mean of the shares that writes achieved)"
+    if either is None or either.handoff is None:
+        missing = "nobody stated fabric.nicBytesPerSecond" if either else reason
+        yield Figure("handoff", NOT_PREDICTED, formula, "-", missing)
+    else:
+        values = _handoff_values(outlook, either.request)
+        yield Figure("handoff", with_band(either.handoff), formula, values, either.handoff.calibrated_on)
+    if either is None:
+        yield Figure("tpot", NOT_PREDICTED, step, "-", reason)
+    else:
+        yield _predicted("tpot", either.tpot, step)
+        yield _predicted("tpotAlone", either.tpot_alone, f"{step}, one request")
+        _, calibration = decode_forecast(*_hardware(outlook))
+        yield _calibration("calibration.decode", either.tpot, calibration)
+    bend = (
+        "the point of the curve that is farthest above the straight line from its first to its last, both scaled to 1"
+    )
+    if speed is None:
+        for key, formula in (("prefill", prompt), ("ttft", prompt), ("throughput", bound), ("knee", bend)):
+            yield Figure(key, NOT_PREDICTED, formula, "-", reason)
+        return
+    yield _predicted("prefill", speed.prefill, f"{prompt}, alone in its group")
+    busy = f"{prompt}, beside those of the lanes that this load keeps busy: {speed.busy_lanes}"
+    yield _predicted("prefillBusy", speed.prefill_busy, busy)
+    yield _ttft(outlook, speed)
+    yield _calibration("calibration.prefill", speed.prefill, forecast_of(*_hardware(outlook), outlook.workload).prefill)
+    at, rate = speed.at, speed.at.tokens_per_second
+    values = f"{_bounds(outlook, speed)}: {binding(at.binds)} at {at.concurrency:,} at once"
+    yield Figure("throughput", with_band(rate), bound, values, rate.calibrated_on)
+    running = f"decode has room for {speed.capacity:,}, TPOT is for {at.running:,} in decode"
+    stated = "stated, else as many as decode runs at once"
+    yield Figure("concurrency", f"{at.concurrency:,}", stated, running, "the workload")
+    rate_there = f"{with_band(speed.knee.tokens_per_second)}; {binding(speed.knee.binds)}"
+    values = f"{_above(speed.curve, speed.knee)}; {rate_there}; decode has room for {speed.capacity:,}"
+    yield Figure("knee", f"{speed.knee.concurrency:,} at once", bend, values, rate.calibrated_on)
+
+
+def _ttft(outlook: Outlook, speed: Speed) -> Figure:
+    if speed.waiting_ttft is None:
+        formula, values = "as prefillBusy, no wait for a lane counted", f"{number(speed.prefill_busy.value)} ms"
+    else:
+        formula = "at once x time of a prompt beside all lanes / lanes of prefill - tokens of an answer x TPOT"
+        prompts = f"{speed.at.concurrency:,} x {_prompt_beside_all(outlook)} ms / {outlook.prefill.lanes}"
+        values = f"{prompts} - {speed.request.output_tokens:,} x {number(speed.tpot.value)} ms"
+    return Figure("ttft", with_band(speed.ttft), formula, values, speed.ttft.calibrated_on)
+
+
+def _prompt_beside_all(outlook: Outlook) -> str:
+    """Milliseconds of a mean prompt while all lanes of its group compute one."""
+    forecast, shape = forecast_of(*_hardware(outlook), outlook.workload), outlook.prefill.shape
+    return number(prefill_ms(forecast.setup(shape), forecast.all_busy(shape), forecast.prefill).value)
+
+
+def _hardware(outlook: Outlook) -> tuple[Architecture, HardwareProfile, DType]:
+    return outlook.planned.architecture, outlook.planned.profile, outlook.plan.kv_cache_dtype
+
+
+def _handoff_values(outlook: Outlook, request: Request) -> str:
+    plan, card = outlook.plan.prefill, outlook.planned.profile.spec.fabric.nic_bytes_per_second or 0
+    row = plan.page_bytes // plan.page_size_tokens
+    amount = f"{counted(request.prompt_tokens, 'token')} x {row:,} B + slot of {plan.slot_bytes:,} B"
+    return f"({amount}) / ({card / 1e9:g} GB/s x sqrt({' x '.join(f'{share:g}' for share in HANDOFF_SHARES)}))"
+
+
+def _bounds(outlook: Outlook, speed: Speed) -> str:
+    """What clients, lanes and prefill each allow at the load of the plan; the last two without waiting."""
+    forecast, at, outputs = forecast_of(*_hardware(outlook), outlook.workload), speed.at, speed.request.output_tokens
+    decode = forecast.decode_side(outlook.decode.shape, outlook.decode.groups)
+    running = min(at.concurrency, speed.capacity)
+    load = DecodeLoad(ceil_div(running, decode.groups), speed.request.mean_context)
+    token = number(decode_step_ms(decode.setup, load, decode.calibration).value)
+    bounds = [f"clients {at.concurrency:,} / ({token} ms + {number(speed.prefill.value)} ms / {outputs:,})"]
+    if running < at.concurrency:
+        bounds.append(f"lanes {running:,} / {token} ms")
+    bounds.append(f"prefill {outlook.prefill.lanes:,} lanes x {outputs:,} / {_prompt_beside_all(outlook)} ms")
+    return f"min({', '.join(bounds)})"
+
+
+def _above(curve: tuple[CurvePoint, ...], point: CurvePoint) -> str:
+    """By how much a point is above the straight line."""
+    first, width = curve[0].concurrency, curve[-1].concurrency - curve[0].concurrency or 1
+    rates = [each.tokens_per_second.value for each in curve]
+    height, rate = max(rates) - rates[0] or 1.0, point.tokens_per_second.value
+    share = (rate - rates[0]) / height - (point.concurrency - first) / width
+    x = f"({point.concurrency:,} - {first:,}) / {width:,}"
+    y = f"({number(rate)} - {number(rates[0])}) / {number(height)}"
+    return f"{y} - {x} = {share:.3f}, the most of {counted(len(curve), 'point')}"
+
+
+def _calibration(key: str, prediction: Prediction, calibration: Calibration) -> Figure:
+    """The factor between a prediction and its terms."""
+    text, points = f"factor {factor_of(prediction):.3f}", calibration.anchors
+    if not points:
+        source = prediction.calibrated_on
+        return Figure(key, text, "stated by the profile's calibration", f"{calibration.factor():.3f}", source)
+    ratios = (f"{number(p.measured_s * 1e3)} ms / {number(roofline_s(p.setup, p.load) * 1e3)} ms" for p in points)
+    values = " x ".join(ratios)
+    if len(points) > 1:
+        values = f"({values}) ^ (1 / {len(points)})"
+    formula = "measured / computed time of the points that were fitted, their geometric mean"
+    return Figure(key, text, formula, values, prediction.calibrated_on)
+
+
+def _predicted(key: str, prediction: Prediction, formula: str) -> Figure:
+    terms = " + ".join(f"{term.label} {number(term.seconds * 1e3)} ms" for term in prediction.terms)
+    hows = "; ".join(f"{term.label}: {term.how}" for term in prediction.terms)
+    values = f"{factor_of(prediction):.3f} x ({terms}); {hows}"
+    return Figure(key, with_band(prediction), formula, values, prediction.calibrated_on)
