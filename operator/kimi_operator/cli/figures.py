@@ -1,4 +1,4 @@
-"""Figures of a plan with formula, values and source, for views, comparisons and explanations: memory and pools. Pure."""
+"""Figures of a plan with formula, values and source, for views, comparison and explanation: memory and pools. Pure."""
 
 from __future__ import annotations
 

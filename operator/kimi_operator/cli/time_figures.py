@@ -23,52 +23,63 @@ from kimi_operator.planner.units import binding, ceil_div, counted
 from kimi_operator.profiles.forecast import decode_forecast, forecast_of
 
 NOT_PREDICTED = "not predicted"
+_STEP, _PROMPT = "factor x sum of the step's terms", "factor x sum of the prompt's terms"
+_HANDOFF = "bytes of a request / (bandwidth of its network card x geometric mean of the shares that writes achieved)"
+_BOUND = (
+    "the least of concurrency / (TPOT + prefill of a prompt / tokens of an answer), of full lanes / TPOT, and of "
+    "what prefill feeds: its lanes x tokens of an answer / time of a prompt while all of them compute"
+)
+_BEND = "the point of the curve that is farthest above the straight line from its first to its last, both scaled to 1"
 
 
 def time_figures(outlook: Outlook) -> Iterator[Figure]:
     """Of a step, a prompt, a handoff and the throughput, and of the factors that they rest on."""
-    speed, either = outlook.speed, outlook.speed or outlook.decode_speed
     reason = outlook.no_speed or "the workload does not fit"
-    step, prompt = "factor x sum of the step's terms", "factor x sum of the prompt's terms"
-    bound = (
-        "the least of concurrency / (TPOT + prefill of a prompt / tokens of an answer), of full lanes / TPOT, and of "
-        "what prefill feeds: its lanes x tokens of an answer / time of a prompt while all of them compute"
-    )
-    formula = "bytes of a request / (bandwidth of its network card x geometric mean of the shares that writes achieved)"
-    if either is None or either.handoff is None:
-        missing = "nobody stated fabric.nicBytesPerSecond" if either else reason
-        yield Figure("handoff", NOT_PREDICTED, formula, "-", missing)
-    else:
-        values = _handoff_values(outlook, either.request)
-        yield Figure("handoff", with_band(either.handoff), formula, values, either.handoff.calibrated_on)
-    if either is None:
-        yield Figure("tpot", NOT_PREDICTED, step, "-", reason)
-    else:
-        yield _predicted("tpot", either.tpot, step)
-        yield _predicted("tpotAlone", either.tpot_alone, f"{step}, one request")
-        _, calibration = decode_forecast(*_hardware(outlook))
-        yield _calibration("calibration.decode", either.tpot, calibration)
-    bend = (
-        "the point of the curve that is farthest above the straight line from its first to its last, both scaled to 1"
-    )
-    if speed is None:
-        for key, formula in (("prefill", prompt), ("ttft", prompt), ("throughput", bound), ("knee", bend)):
+    yield from _decode(outlook, reason)
+    if outlook.speed is None:
+        for key, formula in (("prefill", _PROMPT), ("ttft", _PROMPT), ("throughput", _BOUND), ("knee", _BEND)):
             yield Figure(key, NOT_PREDICTED, formula, "-", reason)
         return
-    yield _predicted("prefill", speed.prefill, f"{prompt}, alone in its group")
-    busy = f"{prompt}, beside those of the lanes that this load keeps busy: {speed.busy_lanes}"
+    yield from _prefill(outlook, outlook.speed)
+    yield from _throughput(outlook, outlook.speed)
+
+
+def _decode(outlook: Outlook, reason: str) -> Iterator[Figure]:
+    """What bandwidth alone predicts, the handoff included."""
+    either = outlook.speed or outlook.decode_speed
+    if either is None or either.handoff is None:
+        missing = "nobody stated fabric.nicBytesPerSecond" if either else reason
+        yield Figure("handoff", NOT_PREDICTED, _HANDOFF, "-", missing)
+    else:
+        values = _handoff_values(outlook, either.request)
+        yield Figure("handoff", with_band(either.handoff), _HANDOFF, values, either.handoff.calibrated_on)
+    if either is None:
+        yield Figure("tpot", NOT_PREDICTED, _STEP, "-", reason)
+    else:
+        yield _predicted("tpot", either.tpot, _STEP)
+        yield _predicted("tpotAlone", either.tpot_alone, f"{_STEP}, one request")
+        _, calibration = decode_forecast(*_hardware(outlook))
+        yield _calibration("calibration.decode", either.tpot, calibration)
+
+
+def _prefill(outlook: Outlook, speed: Speed) -> Iterator[Figure]:
+    yield _predicted("prefill", speed.prefill, f"{_PROMPT}, alone in its group")
+    busy = f"{_PROMPT}, beside those of the lanes that this load keeps busy: {speed.busy_lanes}"
     yield _predicted("prefillBusy", speed.prefill_busy, busy)
     yield _ttft(outlook, speed)
     yield _calibration("calibration.prefill", speed.prefill, forecast_of(*_hardware(outlook), outlook.workload).prefill)
+
+
+def _throughput(outlook: Outlook, speed: Speed) -> Iterator[Figure]:
     at, rate = speed.at, speed.at.tokens_per_second
     values = f"{_bounds(outlook, speed)}: {binding(at.binds)} at {at.concurrency:,} at once"
-    yield Figure("throughput", with_band(rate), bound, values, rate.calibrated_on)
+    yield Figure("throughput", with_band(rate), _BOUND, values, rate.calibrated_on)
     running = f"decode has room for {speed.capacity:,}, TPOT is for {at.running:,} in decode"
     stated = "stated, else as many as decode runs at once"
     yield Figure("concurrency", f"{at.concurrency:,}", stated, running, "the workload")
     rate_there = f"{with_band(speed.knee.tokens_per_second)}; {binding(speed.knee.binds)}"
     values = f"{_above(speed.curve, speed.knee)}; {rate_there}; decode has room for {speed.capacity:,}"
-    yield Figure("knee", f"{speed.knee.concurrency:,} at once", bend, values, rate.calibrated_on)
+    yield Figure("knee", f"{speed.knee.concurrency:,} at once", _BEND, values, rate.calibrated_on)
 
 
 def _ttft(outlook: Outlook, speed: Speed) -> Figure:
