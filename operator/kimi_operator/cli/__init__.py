@@ -10,6 +10,7 @@ from inspect import cleandoc
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
+from kimi_operator.cli.reasons import forget, reasons_cannot_fail
 from kimi_operator.errors import InvalidSpec, KimiError
 
 if TYPE_CHECKING:
@@ -101,9 +102,16 @@ def program_name(path: str) -> str:
 def main(arguments: list[str] | None = None) -> None:
     """Run one command and exit with its status; reasons stand on standard error."""
     _start_fast()
-    name = program_name(sys.argv[0])
+    with reasons_cannot_fail():
+        status = _status(program_name(sys.argv[0]), arguments)
+    sys.exit(status)
+
+
+def _status(name: str, arguments: list[str] | None) -> int:
+    """The exit status of one command, however it ends."""
     if sys.stdout is None:
-        sys.exit(f"{name}: standard output is closed")
+        sys.stderr.write(f"{name}: standard output is closed\n")
+        return BAD_INPUT
     try:
         status = run(name, arguments)
         sys.stdout.flush()
@@ -112,13 +120,13 @@ def main(arguments: list[str] | None = None) -> None:
         status = INTERRUPTED
     except BrokenPipeError:
         status = READER_GONE
-        _forget_output()
+        forget(sys.stdout)
     except OSError as error:
         # files that cannot be read are refused by name where they are read; what is left is a full disk
         sys.stderr.write(f"{name}: standard output: {error.strerror or error}\n")
         status = BAD_INPUT
-        _forget_output()
-    sys.exit(status)
+        forget(sys.stdout)
+    return status
 
 
 def run(name: str, arguments: list[str] | None) -> int:
@@ -150,8 +158,3 @@ def _start_fast() -> None:
     """What an answer of half a second would spend on collecting its imports and on looking for plugins."""
     gc.set_threshold(COLLECT_AFTER)
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
-
-
-def _forget_output() -> None:
-    """What is still buffered would be written once more at exit, and fail once more."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -70,6 +70,8 @@ def _refuse(where: str, got: str, expected: str, remedy: str) -> InvalidSpec:
 
 def text_of(file: Path) -> str:
     """What the file says; `-` is standard input. Raises InvalidSpec that names the file: unreadable or too large."""
+    if file == STANDARD_INPUT and sys.stdin is None:
+        raise refuse_file([file], "a closed standard input", "a readable one", "write the name of a file")
     try:
         if file == STANDARD_INPUT:
             text = sys.stdin.read(MOST_CHARACTERS + 1)
