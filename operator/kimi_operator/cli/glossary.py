@@ -100,7 +100,7 @@ GROUPS: dict[str, dict[str, Words]] = {
         "ttft": Words(
             "Time from asking to the first token, without the handoff; with the wait for a lane only where prefill "
             "binds and clients wait for their answers. A target TTFT is held against the longest prompt, "
-            "and where concurrency is stated against this mean too.",
+            "and where prompts wait against this mean too.",
             ("TTFT", "prefill, output", "no predictions"),
         ),
         "handoff": Words("Time to write a prompt's cache from prefill's GPUs into those of decode."),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from fractions import Fraction
@@ -38,7 +37,7 @@ from kimi_operator.planner.predict import (
     prefill_ms,
     throughput_curve,
 )
-from kimi_operator.planner.roofline import DecodeLoad, PrefillLoad, Setup
+from kimi_operator.planner.roofline import DecodeLoad, Setup
 from kimi_operator.planner.solve import most, solve, stretches, unused
 from kimi_operator.planner.targets import Judged, told
 from kimi_operator.planner.workload import Workload, check_lengths, fixed
@@ -159,21 +158,17 @@ def _speed(prefill: RoleOutlook, decode: RoleOutlook, workload: Workload, foreca
     )
     of_lane = Capacity(decode.plan.max_num_seqs, decode.plan.num_pages, decode.plan.page_size_tokens)
     full = max(1, of_lane.running(request)[0] * decode.lanes)
-    asked = workload.running or full
-    if workload.requests_per_second is not None:
-        # `running` is for a token that takes as long as its target allows; what comes is served sooner
-        needed = float(workload.requests_per_second) * request.output_tokens
-        asked = 1 + bisect_left(
-            range(1, asked),
-            needed,
-            key=lambda at: throughput_curve(sides[0], of_lane, request, (at,), sides[1])[0].tokens_per_second.value,
-        )
+
+    def point(clients: int) -> CurvePoint:
+        return throughput_curve(sides[0], of_lane, request, [clients], sides[1])[0]
+
+    asked = forecast.clients(workload.running or full, point)
     concurrencies = {*_spread(1, max(2, 2 * full), CURVE_POINTS), full, asked}
     curve = throughput_curve(sides[0], of_lane, request, sorted(concurrencies), sides[1])
     bend = throughput_curve(sides[0], of_lane, request, {*_bend(curve)} - concurrencies, sides[1])
     curve = tuple(sorted((*curve, *bend), key=lambda point: point.concurrency))
     at = next(point for point in curve if point.concurrency == asked)
-    alone = PrefillLoad(*workload.computed_and_reused(workload.prompt.mean), forecast.chunk_tokens)
+    alone = request.prefill(forecast.chunk_tokens)
     busy_lanes = forecast.busy_lanes(sides[1].setup, prefill.groups)
     return Speed(
         request=request,

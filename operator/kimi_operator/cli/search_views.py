@@ -20,11 +20,14 @@ from kimi_operator.planner.units import bytes_text, counted
 
 SHOWN = 10
 SHAPES_SHOWN = 6
-COLUMNS = {"": 4, "nodes": 5, "prefill": 32, "decode": 32, "maxNumSeqs": 10, "at once": 8, "longest": 9, "tokens/s": 9}
+COLUMNS = {"": 4, "nodes": 5, "prefill": 32, "decode": 32, "maxNumSeqs": 10, "room for": 8, "longest": 9, "tokens/s": 9}
 TEXTS = ("prefill", "decode")
 """Columns of words; all others are of numbers."""
 COST_HEAD = "a million output tokens"
-LEGEND = "maxNumSeqs is of a lane, in prefill / in decode; the longest request is what both hold beside them"
+LEGEND = (
+    "maxNumSeqs is of a lane, in prefill / in decode; room for: requests that decode could run at once, whatever is "
+    "asked for; the longest request is what both roles hold beside them"
+)
 TOLD = "Misses and doubts"
 PROBLEM_HEADS = ("field", "got", "expected", "remedy")
 

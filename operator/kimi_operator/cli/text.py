@@ -23,8 +23,9 @@ DESIGN_HEADS = (
     "tokens a request", "pages and slots", "bytes", "unified blocks", "bytes", "FP8 pages, slots", "FP8 blocks",
 )  # fmt: skip
 AT_ONCE = (
-    "requests at once count those in prefill too: until something else binds, output tokens/s = at once / (TPOT + "
-    "prefill of a prompt / tokens of an answer)"
+    "requests at once count those in prefill too, and TPOT is as if all were in decode, until prefill binds; "
+    "until something else binds, output tokens/s = at once / (TPOT + "
+    "prefill of a prompt beside the others / tokens of an answer)"
 )
 BAR_WIDTH = 60
 BAR = {"weights": "#", "reserved": "=", "state slots": "s", "KV pages": "k", "free": "."}
@@ -111,7 +112,9 @@ def _sustained(speed: Speed) -> str:
 
 def prefill_text(speed: Speed) -> str:
     """The time of a prompt alone, and beside those that this load computes at once."""
-    text = f"{with_band(speed.prefill)} for {counted(speed.request.prompt_tokens, 'token')} alone in a group"
+    tokens = counted(speed.request.prompt_tokens, "token")
+    prompt = tokens if speed.request.pairs_factor == 1 else f"prompts of {tokens} on average, the longer ones included,"
+    text = f"{with_band(speed.prefill)} for {prompt} alone in a group"
     if speed.busy_lanes > 1:
         text += f"; {with_band(speed.prefill_busy)} while {speed.busy_lanes} lanes compute"
     return text

@@ -26,7 +26,8 @@ NOT_PREDICTED = "not predicted"
 _STEP, _PROMPT = "factor x sum of the step's terms", "factor x sum of the prompt's terms"
 _HANDOFF = "bytes of a request / (bandwidth of its network card x geometric mean of the shares that writes achieved)"
 _BOUND = (
-    "the least of concurrency / (TPOT + prefill of a prompt / tokens of an answer), of full lanes / TPOT, and of "
+    "the least of concurrency / (TPOT + prefill of a prompt beside the others / tokens of an answer), of full lanes / "
+    "TPOT, and of "
     "what prefill feeds: its lanes x tokens of an answer / time of a prompt while all of them compute"
 )
 _BEND = "the point of the curve that is farthest above the straight line from its first to its last, both scaled to 1"
@@ -116,7 +117,10 @@ def _bounds(outlook: Outlook, speed: Speed) -> str:
     running = min(at.concurrency, speed.capacity)
     load = DecodeLoad(ceil_div(running, decode.groups), speed.request.mean_context)
     token = number(decode_step_ms(decode.setup, load, decode.calibration).value)
-    bounds = [f"clients {at.concurrency:,} / ({token} ms + {number(speed.prefill.value)} ms / {outputs:,})"]
+    prefill = forecast.prefill_side(outlook.prefill.shape, outlook.prefill.groups)
+    beside = speed.request.prefill(forecast.chunk_tokens, prefill.busy_lanes(at.concurrency))
+    prompt = number(prefill_ms(prefill.setup, beside, prefill.calibration).value)
+    bounds = [f"clients {at.concurrency:,} / ({token} ms + {prompt} ms / {outputs:,})"]
     if running < at.concurrency:
         bounds.append(f"lanes {running:,} / {token} ms")
     bounds.append(f"prefill {outlook.prefill.lanes:,} lanes x {outputs:,} / {_prompt_beside_all(outlook)} ms")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from statistics import fmean
 from typing import TypeVar
 
 from kimi_operator.planner.case import Solution, Timing
@@ -18,11 +19,12 @@ from kimi_operator.planner.predict import (
     Request,
     Side,
     decode_step_ms,
+    least_clients,
     prefill_ms,
     roofline_s,
     throughput_curve,
 )
-from kimi_operator.planner.roofline import DecodeLoad, PrefillLoad, Setup
+from kimi_operator.planner.roofline import DecodeLoad, PrefillLoad, Setup, token_pairs
 from kimi_operator.planner.space import Layout
 from kimi_operator.planner.targets import TTFT, Judged
 from kimi_operator.planner.units import ceil_div
@@ -34,8 +36,9 @@ _Side = TypeVar("_Side", bound=Side)
 def mean_request(workload: Workload) -> Request:
     """The request that predictions are made for."""
     prompt, output = math.ceil(workload.prompt.mean), max(1, round(workload.output.mean))
-    _, reused = workload.computed_and_reused(workload.prompt.mean)
-    return Request(prompt, output, reused)
+    computed, reused = workload.computed_and_reused(workload.prompt.mean)
+    pairs = fmean(token_pairs(*workload.computed_and_reused(point)) for point in workload.prompt.points)
+    return Request(prompt, output, reused, pairs / token_pairs(computed, reused))
 
 
 @dataclass(frozen=True)
@@ -63,10 +66,12 @@ class Forecast:
 
         A prompt is computed beside those of other lanes, as many as the workload keeps busy.
         """
-        setup = self.setup(shape)
+        setup, clients = self.setup(shape), self.workload.concurrency
+        most = None if clients is None else ceil_div(clients, groups)
 
         def step(seqs: int, tokens: int) -> DecodeLoad:
-            return DecodeLoad(seqs * shape.lanes, tokens)
+            running = seqs * shape.lanes
+            return DecodeLoad(running if most is None else min(running, most), tokens)
 
         def prompt(new: int, cached: int) -> PrefillLoad:
             return PrefillLoad(new, cached, self.chunk_tokens, self.busy_lanes(setup, groups))
@@ -83,7 +88,7 @@ class Forecast:
         work, lanes = self.workload, setup.shape.lanes
         if work.requests_per_second is None:
             return lanes if work.running is None else min(lanes, ceil_div(work.running, groups))
-        load = PrefillLoad(*work.computed_and_reused(work.prompt.mean), self.chunk_tokens)
+        load = mean_request(work).prefill(self.chunk_tokens)
         rate = float(work.requests_per_second) / groups
         enough = (n for n in range(1, lanes) if n >= rate * self._time_s(setup, replace(load, busy_lanes=n)))
         return next(enough, lanes)
@@ -116,13 +121,15 @@ class Forecast:
         return Prediction(value, low, high, "ms", prompt.calibrated_on)
 
     def queued(self, shape: GroupShape, groups: int, point: CurvePoint) -> Judged | None:
-        """The target TTFT beside the wait of prompts; None without a wait, and where nobody stated how many ask."""
-        ttft = None if self.workload.concurrency is None else self.waiting_ttft(shape, groups, point)
+        """The target TTFT beside the wait of prompts; None without a wait."""
+        ttft = self.waiting_ttft(shape, groups, point)
         if ttft is None or self.workload.ttft_s is None:
             return None
         what = f"on average, as {point.concurrency:,} at once wait for prefill, which binds"
         band_s = ttft.low / 1e3, ttft.high / 1e3
         remedy = "add groups to prefill, or lower the load"
+        if self.workload.concurrency is None:
+            remedy = "state the load, which is taken to fill decode, or add groups to prefill"
         return Judged(TTFT, self.workload.ttft_s, ttft.value / 1e3, band_s, what, remedy)
 
     def queued_on(self, layout: Layout, decode: Solution) -> Judged | None:
@@ -142,9 +149,7 @@ class Forecast:
 
     def all_busy(self, shape: GroupShape) -> PrefillLoad:
         """A mean prompt beside those of all other lanes."""
-        return PrefillLoad(
-            *self.workload.computed_and_reused(self.workload.prompt.mean), self.chunk_tokens, shape.lanes
-        )
+        return mean_request(self.workload).prefill(self.chunk_tokens, shape.lanes)
 
     def _point(self, layout: Layout, decode: Solution) -> CurvePoint:
         key = (layout, decode.max_num_seqs, decode.running)
@@ -158,8 +163,22 @@ class Forecast:
         request = mean_request(self.workload)
         # The solver counted what memory holds, so a place is as good as a page of a whole request.
         held = Capacity(decode.max_num_seqs, decode.max_num_seqs, request.prompt_tokens + request.output_tokens)
-        (point,) = throughput_curve(decodes, held, request, [self.workload.running or decode.running], prefills)
-        return point
+
+        def point(clients: int) -> CurvePoint:
+            return throughput_curve(decodes, held, request, [clients], prefills)[0]
+
+        return point(self.clients(self.workload.running or decode.running, point))
+
+    def clients(self, most: int, point: Callable[[int], CurvePoint]) -> int:
+        """Requests under way: `most`, and with a rate no more than it brings.
+
+        `Workload.running` is for tokens that take as long as their target allows; what comes is served sooner.
+        """
+        rate = self.workload.requests_per_second
+        if rate is None:
+            return most
+        needed = float(rate) * mean_request(self.workload).output_tokens
+        return least_clients(needed, most, lambda clients: point(clients).tokens_per_second.value)
 
     def _time_s(self, setup: Setup, load: DecodeLoad | PrefillLoad) -> float:
         key = (setup, load)

@@ -13,8 +13,8 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from bisect import bisect_right
-from collections.abc import Iterable
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cache
 
@@ -170,16 +170,23 @@ def _refits(calibration: Calibration, names: tuple[str, ...]) -> tuple[tuple[Con
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a request asks for, in tokens. `cached_tokens` of the prompt are reused, not computed."""
+    """What a request asks for on average, in tokens. `cached_tokens` of the prompt are reused, not computed."""
 
     prompt_tokens: int
     output_tokens: int
     cached_tokens: int = 0
+    pairs_factor: float = 1.0
+    """As of PrefillLoad."""
 
     @property
     def mean_context(self) -> int:
         """Context halfway through the answer."""
         return self.prompt_tokens + self.output_tokens // 2
+
+    def prefill(self, chunk_tokens: int, busy_lanes: int = 1) -> PrefillLoad:
+        """Its prompt, beside those of other lanes."""
+        new = max(1, self.prompt_tokens - self.cached_tokens)
+        return PrefillLoad(new, self.cached_tokens, chunk_tokens, busy_lanes, self.pairs_factor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +220,10 @@ class PrefillSide(Side):
     chunk_tokens: int = field(kw_only=True)
     """Most prompt tokens of one step."""
 
+    def busy_lanes(self, concurrency: int) -> int:
+        """Lanes of a group that compute prompts at once, when all clients ask at once."""
+        return min(self.setup.shape.lanes, ceil_div(concurrency, self.groups))
+
 
 @dataclass(frozen=True, slots=True)
 class CurvePoint:
@@ -243,6 +254,11 @@ def throughput_curve(
     return tuple(_curve_point(decode, request, c, (most, limit), feed) for c in concurrencies)
 
 
+def least_clients(needed: float, most: int, tokens_per_second: Callable[[int], float]) -> int:
+    """The fewest clients, of at most so many, whose output is what is needed; `most` where none is enough."""
+    return 1 + bisect_left(range(1, most), needed, key=tokens_per_second)
+
+
 def _curve_point(
     decode: Side, request: Request, concurrency: int, most: tuple[int, str], feed: _Feed | None
 ) -> CurvePoint:
@@ -266,9 +282,10 @@ def _step_ms(decode: Side, request: Request, running: int) -> Prediction:
 
 @dataclass(frozen=True, slots=True)
 class _Feed:
-    """Prefill seen from decode, for value, slow and fast end: seconds an output token alone, and tokens/s at most."""
+    """Prefill seen from decode, for value, slow and fast end: seconds an output token, and tokens/s at most."""
 
-    seconds: tuple[float, float, float]
+    seconds: Callable[[int], tuple[float, float, float]]
+    """By the clients, whose prompts are computed beside each other."""
     tokens_per_second: tuple[float, float, float]
     running: int
     """Requests that decode at once when prefill feeds at most that (Little's law)."""
@@ -276,22 +293,24 @@ class _Feed:
 
 
 def _feed(decode: Side, request: Request, most: int, prefill: PrefillSide) -> _Feed:
-    new = max(1, request.prompt_tokens - request.cached_tokens)
-    lanes = prefill.setup.shape.lanes
-    load = PrefillLoad(new, request.cached_tokens, prefill.chunk_tokens)
-    alone = prefill_ms(prefill.setup, load, prefill.calibration)
-    busy = prefill_ms(prefill.setup, replace(load, busy_lanes=lanes), prefill.calibration)
-    outputs = request.output_tokens
-    a, b, c = (ms / 1e3 / outputs for _, ms in _sides(alone))
-    x, y, z = (lanes * prefill.groups * outputs * 1e3 / ms for _, ms in _sides(busy))
-    factor = decode.calibration.factor()
+    lanes, outputs, factor = prefill.setup.shape.lanes, request.output_tokens, decode.calibration.factor()
+
+    @cache
+    def beside(busy_lanes: int) -> Prediction:
+        return prefill_ms(prefill.setup, request.prefill(prefill.chunk_tokens, busy_lanes), prefill.calibration)
+
+    def seconds(concurrency: int) -> tuple[float, float, float]:
+        value, slow, fast = (ms / 1e3 / outputs for _, ms in _sides(beside(prefill.busy_lanes(concurrency))))
+        return value, slow, fast
+
+    x, y, z = (lanes * prefill.groups * outputs * 1e3 / ms for _, ms in _sides(beside(lanes)))
 
     def rate(running: int) -> float:
         load = DecodeLoad(ceil_div(running, decode.groups), request.mean_context)
         return running / (factor * roofline_s(decode.setup, load))
 
     running = max(1, bisect_right(range(1, most + 1), x, key=rate))
-    return _Feed((a, b, c), (x, y, z), running, busy.calibrated_on)
+    return _Feed(seconds, (x, y, z), running, beside(lanes).calibrated_on)
 
 
 def _sides(p: Prediction) -> tuple[tuple[int, float], tuple[int, float], tuple[int, float]]:
@@ -302,8 +321,8 @@ def _sides(p: Prediction) -> tuple[tuple[int, float], tuple[int, float], tuple[i
 def _bounds(tpot_ms: float, running: int, concurrency: int, feed: _Feed | None, side: int) -> dict[str, float]:
     """Each bound on tokens/s by its name; the least one binds."""
     token_s = tpot_ms / 1e3
-    alone = feed.seconds[side] if feed else 0.0
-    bounds = {"concurrency": concurrency / (token_s + alone)}
+    prompt_s = feed.seconds(concurrency)[side] if feed else 0.0
+    bounds = {"concurrency": concurrency / (token_s + prompt_s)}
     if running < concurrency:
         bounds["lanes"] = running / token_s
     if feed:

@@ -158,6 +158,8 @@ class PrefillLoad:
     chunk_tokens: int = 2048
     busy_lanes: int = 1
     """Lanes of the group that compute such a prompt at the same time; they share the ranks' experts."""
+    pairs_factor: float = 1.0
+    """Of prompts of many lengths, `new_tokens` on average: their mean pairs of tokens over those of the mean length."""
 
 
 def distinct_experts(num_experts: int, top_k: int, tokens: float) -> float:
@@ -196,7 +198,7 @@ def prefill_terms(setup: Setup, load: PrefillLoad, constants: Constants = ASSUME
     full, rest = divmod(load.new_tokens, load.chunk_tokens)
     chunks = [(count, size) for count, size in ((full, load.chunk_tokens), (1, rest)) if count and size]
     linear = sum(count * _chunk_s(setup, size, load.busy_lanes, constants) for count, size in chunks)
-    pairs = load.new_tokens * load.cached_tokens + load.new_tokens * (load.new_tokens + 1) // 2
+    pairs = round(token_pairs(load.new_tokens, load.cached_tokens) * load.pairs_factor)
     attention = _attention_flops(setup, pairs)
     rate = setup.chip.bf16_flops * constants.attention_share / _attention_slowdown(setup)
     latency: dict[str, float] = {}
@@ -212,6 +214,11 @@ def prefill_terms(setup: Setup, load: PrefillLoad, constants: Constants = ASSUME
         *_expansion_terms(setup, load, rate),
         *(Term(label, seconds, how) for label, seconds in latency.items()),
     )
+
+
+def token_pairs(new_tokens: int, cached_tokens: int) -> int:
+    """Pairs of a new token and one that it attends to, itself included."""
+    return new_tokens * cached_tokens + new_tokens * (new_tokens + 1) // 2
 
 
 def handoff_bytes(setup: Setup, tokens: int) -> int:
@@ -293,7 +300,7 @@ def _expansion_terms(setup: Setup, load: PrefillLoad, rate: float) -> Iterator[T
     if setup.engine.attention is Attention.LATENT:
         return
     a, chunks = setup.architecture, ceil_div(load.new_tokens, load.chunk_tokens)
-    rows = chunks * load.cached_tokens + load.chunk_tokens * chunks * (chunks - 1) // 2
+    rows = round((chunks * load.cached_tokens + load.chunk_tokens * chunks * (chunks - 1) // 2) * load.pairs_factor)
     weights = a.kv_lora * (a.qk_nope + a.v_head) * a.num_heads / setup.shape.tensor_parallel
     flops = 2 * weights * a.num_mla_layers * rows
     yield Term("expansion", flops / rate, f"{flops / 1e12:.1f} TFLOP a rank: {rows:,} rows before the chunks")

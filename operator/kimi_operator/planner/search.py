@@ -85,7 +85,7 @@ def _check_nodes(request: Search, *, are_lengths_wrong: bool) -> Iterator[Proble
 def _rank(candidate: Candidate) -> tuple[float, ...]:
     layout = candidate.layout
     return (
-        len(candidate.misses),
+        len({miss.field for miss in candidate.misses}),
         -(candidate.throughput or 0.0),
         -candidate.capacity,
         layout.nodes,

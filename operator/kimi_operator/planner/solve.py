@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import lru_cache
+from statistics import fmean
 
 from kimi_operator.api.deployment import Role
 from kimi_operator.errors import Problem
@@ -254,10 +255,8 @@ def _misses(case: Case, seqs: int, limit: Limit) -> Iterator[Problem]:
     if timing is None:
         return
     if case.role is Role.PREFILL and work.requests_per_second is not None:
-        rate, fed = (
-            float(work.requests_per_second),
-            case.lanes / timing.prefill_s(*work.computed_and_reused(work.prompt.mean)),
-        )
+        prompts = (timing.prefill_s(*work.computed_and_reused(tokens)) for tokens in work.prompt.points)
+        rate, fed = float(work.requests_per_second), case.lanes / fmean(prompts)
         if rate > fed:
             expected = f"at most {fed:.3g}, what prefill feeds: beyond, ever more prompts wait"
             yield Problem("workload.requestsPerSecond", f"{rate:g}", expected, "add groups to prefill, or lower it")

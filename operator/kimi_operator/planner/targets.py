@@ -93,5 +93,7 @@ def _tpot(case: Case, timing: Timing, target_s: float, seqs: int) -> Judged:
 def _ttft(case: Case, timing: Timing, target_s: float) -> Judged:
     load = computed, reused = case.workload.computed_and_reused(case.requests.longest)
     band_s = None if timing.prefill_band_s is None else timing.prefill_band_s(*load)
-    what = f"which {counted(computed, 'prompt token')} and {reused:,} reused take"
+    longest = ", the longest prompt of the workload" if len(case.workload.prompt.points) > 1 else ""
+    tail = ": 99 of 100 are no longer" if case.workload.prompt.has_tail else ""
+    what = f"which {counted(computed, 'prompt token')} and {reused:,} reused take{longest}{tail}"
     return Judged(TTFT, target_s, timing.prefill_s(*load), band_s, what, "raise it or shorten prompts")

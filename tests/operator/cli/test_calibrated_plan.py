@@ -70,7 +70,8 @@ def test_layouts_are_ranked_by_the_run_too(run: Run, profile: Path) -> None:
     rates = [[one["tokens_per_second"] for one in found["ranked"]] for found in (before, after)]
     assert rates[0]
     assert "of the profile" in after["calibrated_on"]
-    assert rates[1] == [pytest.approx(rate / SLOWER, rel=1e-4) for rate in rates[0]]
+    # the run timed no prompts, which are a thousandth of such requests
+    assert rates[1] == [pytest.approx(rate / SLOWER, rel=1e-3) for rate in rates[0]]
 
 
 def test_a_run_narrows_the_band_of_its_own_layout_alone(run: Run, tmp_path: Path) -> None:

@@ -66,12 +66,19 @@ def test_a_knee_above_the_capacity_exists(run: Run) -> None:
 
 def test_output_follows_from_the_rule_above_the_table(run: Run) -> None:
     _, text, _ = run("plan", *PLANS["assumed"])
-    assert "requests at once count those in prefill too: " in text
-    assert "output tokens/s = at once / (TPOT + prefill of a prompt / tokens of an answer)" in text
+    assert "requests at once count those in prefill too, " in text
+    assert "output tokens/s = at once / (TPOT + prefill of a prompt beside the others / tokens" in text
     speed = json.loads(run("plan", *PLANS["assumed"], "-o", "json")[1])["speed"]
+    lanes = speed["prefill_busy"]["lanes"]
     followed = [point for point in speed["curve"] if point["binds"] == "concurrency"]
-    assert len(followed) > 10
-    for point in followed:
+    beside = [point for point in followed if point["concurrency"] >= lanes]
+    assert len(beside) > 10
+    for point in beside:
+        of_prompt = speed["prefill_busy"]["value"] / speed["request"]["output_tokens"]
+        a_token_s = (point["tpot"]["value"] + of_prompt) / 1e3
+        assert point["tokens_per_second"]["value"] == pytest.approx(point["concurrency"] / a_token_s)
+    for point in followed[:1]:
+        assert point["concurrency"] == 1
         a_token_s = (point["tpot"]["value"] + speed["prefill"]["value"] / speed["request"]["output_tokens"]) / 1e3
         assert point["tokens_per_second"]["value"] == pytest.approx(point["concurrency"] / a_token_s)
 
@@ -86,12 +93,13 @@ def test_the_words_of_concurrency_agree(run: Run) -> None:
 
 
 def test_the_knee_is_where_more_requests_stop_paying_in_proportion(run: Run) -> None:
-    """Not at the next of some sampled points beyond it: (1 + prefill / (tokens x TPOT)) as many as decode runs."""
+    """Not at the next of some sampled points beyond it: the load whose clients alone would give the most there is."""
     for name in ("assumed", "stated", "above capacity"):
         speed = json.loads(run("plan", *PLANS[name], "-o", "json")[1])["speed"]
         full = next(point for point in speed["curve"] if point["concurrency"] == speed["capacity"])
-        prefill_ms = speed["prefill"]["value"] / speed["request"]["output_tokens"]
-        assert speed["knee"] == pytest.approx(speed["capacity"] * (1 + prefill_ms / full["tpot"]["value"]), abs=1)
+        prefill_ms = speed["prefill_busy"]["value"] / speed["request"]["output_tokens"]
+        most = speed["curve"][-1]["tokens_per_second"]["value"]
+        assert speed["knee"] == pytest.approx(most * (full["tpot"]["value"] + prefill_ms) / 1e3, abs=1)
 
 
 def test_the_knee_is_the_better_of_the_loads_about_the_bend(run: Run) -> None:
@@ -108,6 +116,6 @@ def test_the_knee_is_the_better_of_the_loads_about_the_bend(run: Run) -> None:
         knee, full = speed["knee"], next(p for p in speed["curve"] if p["concurrency"] == speed["capacity"])
         beside = {speed_of(prompt_tokens, "--concurrency", at)["knee"] for at in (knee - 1, knee + 1)}
         assert beside == {knee}, prompt_tokens
-        prefill_ms = speed["prefill"]["value"] / speed["request"]["output_tokens"]
+        prefill_ms = speed["prefill_busy"]["value"] / speed["request"]["output_tokens"]
         is_above.add(knee > speed["capacity"] * (1 + prefill_ms / full["tpot"]["value"]))
     assert is_above == {True, False}, "lengths of both kinds, else one of the two loads is not tested"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from kimi_operator.cli.figures import number
 
 MI325X = Path(__file__).resolve().parents[3] / "examples" / "mi325x-2p2d.yaml"
@@ -128,3 +129,44 @@ def test_a_target_that_is_missed_by_waiting_is_not_called_unsure(run: Run) -> No
     assert "misses: --target-ttft" in out
     assert "warning: --target-ttft" not in out
     assert "spec.workload.targets" not in out
+
+
+def test_attention_of_prompts_of_many_lengths_is_their_mean(run: Run, tmp_path: Path) -> None:
+    """It grows with the square: two prompts of 4,000 and 60,000 take longer than two of 32,000."""
+
+    def prefill(prompt: object) -> float:
+        file = tmp_path / "load.yaml"
+        file.write_text(yaml.safe_dump({"prompt": prompt, "output": 500}))
+        return float(speed_of(run, "--nodes", 4, "--workload", file)["prefill"]["value"])
+
+    short, long, middle, mixed = map(prefill, (4_000, 60_000, 32_000, {"empirical": [4_000, 60_000]}))
+    assert mixed == pytest.approx((short + long) / 2, rel=0.02)
+    assert mixed > 1.1 * middle
+
+
+def test_a_search_gives_what_a_plan_gives_of_a_rate(run: Run) -> None:
+    load = ("--chip", "mi300x", "--prompt-tokens", 1000, "--output-tokens", 300, "--requests-per-second", 1)
+    asked = (*load, "--target-tpot", "150ms", "--cost", 2, "-o", "json")
+    found = json.loads(run("plan", *asked, "--nodes", 4)[1])
+    ranked = json.loads(run("plan", *asked, "--search", 4)[1])["ranked"]
+    (same,) = (each for each in ranked if each["decode"]["tensor_parallel"] == 2)
+    assert same["tokens_per_second"] == pytest.approx(found["speed"]["throughput"]["value"])
+    assert max(each["tokens_per_second"] for each in ranked) < 1.05 * 300
+
+
+def test_a_target_is_judged_by_the_load_that_is_stated(run: Run) -> None:
+    """One client has one request in decode, whatever a captured step of all lanes would take."""
+    load = ("--nodes", 4, "--prompt-tokens", 1000, "--output-tokens", 300, "--concurrency", 1)
+    speed = speed_of(run, *load)
+    assert speed["tpot"] == speed["tpot_alone"]
+    barely = speed["tpot"]["value"] * 1.01
+    status, out, _ = run("plan", "--chip", "mi300x", *load, "--target-tpot", f"{barely:.2f}ms")
+    assert (status, "misses" in out) == (0, False)
+    wait = speed["prefill_busy"]["value"] * 1.01
+    assert run("plan", "--chip", "mi300x", *load, "--target-ttft", f"{wait:.1f}ms")[0] == 0
+
+
+def test_times_never_fall_with_more_at_once(run: Run) -> None:
+    load = ("--nodes", 4, "--prompt-tokens", 8_000, "--output-tokens", 200, "--max-num-seqs", 32)
+    found = [speed_of(run, *load, "--concurrency", at)["ttft"]["value"] for at in (1, 4, 8, 24, 28, 32, 64, 200)]
+    assert found == sorted(found)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kimi_operator.api import KimiDeploymentSpec, dump, parse
 from kimi_operator.api.profile import HardwareProfile
@@ -264,6 +264,11 @@ def assert_words_are_of_its_pool(role: RolePlan) -> None:
 TAILS = st.tuples(st.integers(1, 4000), st.integers(1, 40)).map(lambda two: (two[0], two[0] * two[1]))
 
 
+def missed_of(made: Plan) -> set[str]:
+    """What warnings say, without the layout that would meet it: longer answers may not fit there."""
+    return {warning.split("; ")[0] for warning in made.warnings}
+
+
 @settings(max_examples=30)
 @given(
     prompt=st.integers(1, 28_000),
@@ -272,6 +277,7 @@ TAILS = st.tuples(st.integers(1, 4000), st.integers(1, 40)).map(lambda two: (two
     longest=st.sampled_from([None, 32_768]),
     target=st.sampled_from([None, 1.0, 20.0]),
 )
+@example(prompt=4089, tail=(781, 22649), longer=10, longest=None, target=1.0)
 def test_a_longer_tail_of_answers_changes_no_prefill_and_never_gives_a_better_plan(
     prompt: int, tail: tuple[int, int], longer: int, longest: int | None, target: float | None
 ) -> None:
@@ -286,7 +292,7 @@ def test_a_longer_tail_of_answers_changes_no_prefill_and_never_gives_a_better_pl
         return
     assert isinstance(short, Plan), str(short)
     assert long.decode.max_num_seqs <= short.decode.max_num_seqs
-    assert set(long.warnings) >= set(short.warnings)
+    assert missed_of(long) >= missed_of(short)
     if longest:
         assert long.prefill.max_num_seqs == short.prefill.max_num_seqs
         assert long.warnings == short.warnings

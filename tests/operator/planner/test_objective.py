@@ -47,7 +47,10 @@ def search_of(workload: Workload, num_nodes: int) -> Search:
 def test_times_are_those_that_predictions_show() -> None:
     timing, setup = forecast(replace(WORK, concurrency=1)).timing(EP16, 1), setup_of(EP16)
     step = decode_step_ms(setup, DecodeLoad(64 * EP16.lanes, 2112), DECODE)
-    assert timing.decode_step_s(64, 2112) == pytest.approx(step.value / 1e3)
+    assert forecast().timing(EP16, 1).decode_step_s(64, 2112) == pytest.approx(step.value / 1e3)
+    # no more decode than clients ask
+    alone = decode_step_ms(setup, DecodeLoad(1, 2112), DECODE)
+    assert timing.decode_step_s(64, 2112) == timing.decode_step_s(1, 2112) == pytest.approx(alone.value / 1e3)
     assert timing.prefill_s(50_000, 0) == pytest.approx(prefill_ms(setup, PrefillLoad(50_000), PREFILL).value / 1e3)
 
 
@@ -74,7 +77,7 @@ def test_throughput_counts_the_requests_that_are_asked_for_and_no_idle_places() 
     assert isinstance(decode, Solution)
     assert decode.running == 16, "two places in each of 8 lanes"
     step = decode_step_ms(setup_of(EP16), DecodeLoad(9, work.mean_context), DECODE)
-    prompt = prefill_ms(setup_of(EP16), PrefillLoad(2048, 0, CHUNK), PREFILL)
+    prompt = prefill_ms(setup_of(EP16), PrefillLoad(2048, 0, CHUNK, busy_lanes=EP16.lanes), PREFILL)
     token_ms = step.value + prompt.value / 2048
     assert forecast(work).throughput(Layout(EP16, 1, EP16, 1), decode) == pytest.approx(9e3 / token_ms)
 

@@ -84,7 +84,7 @@ def test_the_search_ranks_by_the_profiles_own_speed(calibrated: HardwareProfile)
         rates.append({str(one.layout): one.throughput for one in search(request).ranked})
     before, after = rates
     assert before
-    assert after == {name: pytest.approx(rate / 1.4, rel=1e-4) for name, rate in before.items() if rate is not None}
+    assert after == {name: pytest.approx(rate / 1.4, rel=1e-3) for name, rate in before.items() if rate is not None}
 
 
 def test_a_factor_of_another_engine_is_not_used() -> None:
