@@ -25,7 +25,8 @@ DESIGN_HEADS = (
 AT_ONCE = (
     "requests at once count those in prefill too, and TPOT is as if all were in decode, until prefill binds; "
     "until something else binds, output tokens/s = at once / (TPOT + "
-    "prefill of a prompt beside the others / tokens of an answer)"
+    "prefill of a prompt beside the others / tokens of an answer); lanes of prefill are taken to keep step: kimictl "
+    "replay counts what they wait for each other"
 )
 BAR_WIDTH = 60
 BAR = {"weights": "#", "reserved": "=", "state slots": "s", "KV pages": "k", "free": "."}
