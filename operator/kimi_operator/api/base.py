@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Final, TypeVar, get_args
 
@@ -86,6 +88,13 @@ MOST_SHOWN = 120
 """Characters of a wrong value in a message; it may be a whole object."""
 MOST_FIELDS = 12
 """Fields that are listed where one is misspelt; objects of Kubernetes have dozens."""
+MOST_DIGITS = 1000
+"""Of a whole number; Python writes none of more than 4,300, and no field takes one of 30."""
+MOST_LEVELS = 100
+"""Objects in objects; readers of JSON end at some more, and an object of Kubernetes has a dozen."""
+
+_HALF = re.compile("[\ud800-\udfff]")
+"""Of a character of JSON that takes two escapes."""
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -100,7 +109,40 @@ def parse(model: type[Model], document: Mapping[str, Any], where: str = "") -> M
         # JSON mode: strict about numbers and strings, but a list may become a tuple and a string an enum.
         return model.model_validate_json(json.dumps(document, default=str))
     except ValidationError as error:
+        if any(item["type"] == "json_invalid" for item in error.errors()):
+            check_plain(document, where)
         raise InvalidSpec(tuple(_problem(item, where, model) for item in error.errors())) from error
+    except (ValueError, RecursionError):
+        check_plain(document, where)
+        raise
+
+
+def check_plain(document: object, where: str = "") -> None:
+    """Raises InvalidSpec for what JSON cannot carry: endless nesting, numbers of many digits, halves of characters.
+
+    `where` as in `parse`.
+    """
+    waiting: list[tuple[tuple[object, ...], object]] = [((), document)]
+    while waiting:
+        place, value = waiting.pop()
+        if len(place) > MOST_LEVELS:
+            got, expected = f"more than {MOST_LEVELS} levels of objects in objects", f"at most {MOST_LEVELS}"
+            raise InvalidSpec((Problem(_named(where, place[:1]), got, expected, "write it flatter"),))
+        inside = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+        keys = list(value) if isinstance(value, Mapping) else []
+        for each, what in [*((key, "a key, ") for key in keys), (value, "")]:
+            if odd := _odd(each):
+                raise InvalidSpec((Problem(_named(where, place), what + odd[0], *odd[1:]),))
+        waiting += [((*place, key), item) for key, item in inside]
+
+
+def _odd(value: object) -> tuple[str, str, str] | None:
+    """What a value is, what was expected and what to do, where JSON cannot carry it."""
+    if isinstance(value, int) and (digits := round(value.bit_length() * math.log10(2))) > MOST_DIGITS:
+        return f"a whole number of about {digits:,} digits", f"at most {MOST_DIGITS:,} digits", "correct the value"
+    if isinstance(value, str) and not value.isascii() and (half := _HALF.search(value)):
+        return f"half a character, {half[0]!a}", "both halves, or none", "mend the text"
+    return None
 
 
 def dump(model: BaseModel) -> dict[str, Any]:
@@ -109,12 +151,7 @@ def dump(model: BaseModel) -> dict[str, Any]:
 
 
 def _problem(item: Any, where: str, model: type[BaseModel]) -> Problem:
-    place, path = item["loc"], ".".join(map(str, item["loc"]))
-    if where and not where.endswith(": "):
-        where += "." if path else ""
-    elif not path:
-        path = "the document"
-    field = where + path
+    place, field = item["loc"], _named(where, item["loc"])
     got = _shortened(_written(item["input"]))
     match item["type"]:
         case "extra_forbidden":
@@ -132,6 +169,13 @@ def _problem(item: Any, where: str, model: type[BaseModel]) -> Problem:
         case _:
             expected = item["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
             return Problem(field, got, expected, "correct the value")
+
+
+def _named(where: str, place: Sequence[object]) -> str:
+    path = ".".join(map(str, place))
+    if where and not where.endswith(": "):
+        return f"{where}.{path}" if path else where
+    return where + (path or "the document")
 
 
 def fields_at(model: type[BaseModel], place: Sequence[int | str]) -> list[str]:

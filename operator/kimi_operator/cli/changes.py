@@ -8,13 +8,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import yaml
-
 from kimi_operator.api.base import dump, parse
 from kimi_operator.api.deployment import KimiDeployment, KimiDeploymentSpec, Role
 from kimi_operator.api.profile import Basis, HardwareProfile
 from kimi_operator.cli.figures import Figure, factor_of, with_band
-from kimi_operator.cli.files import check_values
+from kimi_operator.cli.files import read_value
 from kimi_operator.cli.flags import refuse
 from kimi_operator.errors import InvalidSpec
 from kimi_operator.planner.predict import Prediction
@@ -73,11 +71,7 @@ def _edited(inputs: Inputs, edit: str) -> Inputs:
     key, equals, text = edit.partition("=")
     if not equals or not key.strip() or not text.strip():
         raise refuse("--what-if", repr(edit), "KEY=VALUE", "write decode.maxNumSeqs=32, nodes=8 or chip=mi325x")
-    try:
-        value = yaml.load(text, Loader=yaml.CSafeLoader)
-    except (yaml.YAMLError, ValueError, TypeError, AttributeError) as error:
-        raise refuse(f"--what-if {key}", repr(text), "a value", "quote it as in YAML") from error
-    check_values(f"--what-if {key}", value)
+    value = read_value(f"--what-if {key}", text)
     if key.strip() == "nodes":
         return _with_nodes(inputs, value)
     section, _, rest = key.partition(".")

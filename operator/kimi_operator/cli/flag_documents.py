@@ -246,9 +246,10 @@ def _check_both_lengths(document: Mapping[str, Any], flags: WorkloadFlags, max_p
 
 
 def _file(file: Path) -> Mapping[str, Any]:
-    found = read_objects(file)
+    expected = "one object with prompt and output"
+    found = read_objects(file, expected)
     if len(found) != 1:
-        raise refuse(f"--workload {file}", f"{len(found)} documents", "one, with prompt and output", "mend the file")
+        raise refuse(f"--workload {file}", f"{len(found)} documents", expected, "mend the file")
     if "kind" in found[0]:
         got, expected = repr(found[0]["kind"]), "a workload, no manifest"
         raise refuse(f"--workload {file}: kind", got, expected, "give a manifest with -f")

@@ -38,6 +38,7 @@ BENCH_PROMPT_TOKENS, BENCH_ANSWER_TOKENS, BENCH_LONG_PROMPT_TOKENS = 8, 64, 4000
 """What `make bench` sends to the tiny model."""
 BENCH_ARCHITECTURE = "kimi-k3-tiny"
 
+_RUN = "an object with chip, layout, and lists decode or prefill"
 _BENCH_STEP = re.compile(r"decode_step_ms_batch_(\d+)")
 
 
@@ -106,10 +107,9 @@ def _too_long(results: Results, where: str) -> Iterator[Problem]:
 
 
 def _load(file: Path) -> Mapping[str, Any]:
-    found = read_objects(file)
+    found = read_objects(file, _RUN)
     if len(found) != 1:
-        expected = "one object with chip, layout, and lists decode or prefill"
-        raise _refuse(str(file), f"{len(found)} documents", expected, "mend the file")
+        raise _refuse(str(file), f"{len(found)} documents", _RUN, "mend the file")
     if "kind" in found[0]:
         raise _refuse(f"{file}: kind", repr(found[0]["kind"]), "a measured run, no manifest", "name another file")
     return found[0]

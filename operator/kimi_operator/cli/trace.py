@@ -12,7 +12,7 @@ from pydantic import Field
 
 from kimi_operator.api.base import ApiModel, parse
 from kimi_operator.api.workload import Tokens
-from kimi_operator.cli.files import refuse_file, text_of
+from kimi_operator.cli.files import DuplicateKeyError, read_json, refuse_file, text_of
 from kimi_operator.cli.flags import refuse
 from kimi_operator.cli.sessions import MOST_SECONDS, MOST_TURNS
 from kimi_operator.planner.agents import Session, Turn
@@ -80,7 +80,9 @@ def _specs(file: Path) -> Iterator[tuple[str, TurnSpec]]:
 
 def _object(where: str, line: str) -> dict[str, Any]:
     try:
-        found = json.loads(line)
+        found = read_json(line)
+    except DuplicateKeyError as error:
+        raise refuse(where, str(error), "each key once", "leave one of them") from error
     except (ValueError, RecursionError) as error:
         # a plain ValueError is Python's limit on the digits of a whole number
         odd = "objects in objects without end" if isinstance(error, RecursionError) else "a number of too many digits"

@@ -76,6 +76,18 @@ def test_what_cannot_be_read_is_refused_by_its_name(
     assert err.count("\n") == 1
 
 
+@pytest.mark.parametrize("text", ["hello", "- a", "3", "true"])
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: " ".join(map(str, command[:2])))
+def test_what_is_no_object_is_told_which_is_expected(
+    run: Run, tmp_path: Path, command: tuple[object, ...], text: str
+) -> None:
+    file = tmp_path / "bad.yaml"
+    file.write_text(text)
+    fields = {"--workload": "prompt and output", "calibrate": "chip, layout, and lists decode or prefill"}
+    expected = f"object with {fields.get(str(command[-1]), 'apiVersion, kind, metadata and spec')}; mend the file\n"
+    assert run(*command, file)[2].endswith(expected)
+
+
 WRONG_KINDS = {
     ("plan", "-f"): "0 KimiDeployments, but kind ConfigMap, expected exactly one; name a file with",
     ("plan", "--chip", "mi300x", "--workload"): "got 'ConfigMap', expected a workload",
