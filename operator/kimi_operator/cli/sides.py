@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from kimi_operator.cli.asking import Asked, make_plan, outlook_of, own_workload
+from kimi_operator.cli.asking import LENGTHS, Asked, make_plan, outlook_of, own_workload
 from kimi_operator.cli.changes import (
     Change,
+    Inputs,
     changes,
     deployment_inputs,
     edited,
@@ -26,11 +27,12 @@ from kimi_operator.cli.files import STANDARD_INPUT, profiles_of, read_objects
 from kimi_operator.cli.flag_documents import DEPLOYMENT_FLAGS, typed, workload_document
 from kimi_operator.cli.flags import DeploymentFlags, WorkloadFlags, refuse
 from kimi_operator.cli.manifests import Planned, deployment_of, plan_deployment, read_documents
-from kimi_operator.cli.outlook import Outlook
+from kimi_operator.cli.outlook import Outlook, assumed_lengths, assumed_workload
 from kimi_operator.cli.views import DOES_NOT_FIT, FITS, Answer, lines
 from kimi_operator.errors import InvalidSpec, Problem
 from kimi_operator.planner import Infeasible
 from kimi_operator.planner.predict import Prediction
+from kimi_operator.planner.units import counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,7 @@ def what_if(asked: Asked, edits: list[str], price: float | None, output: str) ->
     first = make_plan(asked)
     inputs = deployment_inputs(asked.deployment, first.profile, asked.workload)
     changed = edited(inputs, edits, asked.profiles)
+    changed, notes = _with_assumed(changed, first)
     try:
         deployment, profile = read_edited(changed)
         profiles = {**asked.profiles, profile.metadata.name: profile}
@@ -81,7 +84,22 @@ def what_if(asked: Asked, edits: list[str], price: float | None, output: str) ->
     except InvalidSpec as error:
         raise named(error, "--what-if") from error
     heads = ("before", heading(edits, deployment.spec))
-    return _changes((_side(first, asked, price), after), heads, output, is_whole=False)
+    return _changes((_side(first, asked, price), after), heads, output, notes, is_whole=False)
+
+
+def _with_assumed(changed: Inputs, first: Planned) -> tuple[Inputs, tuple[str, ...]]:
+    """Beside one edited length of a workload that nobody stated, the other as it was assumed; and what says so."""
+    missing = [name for name in LENGTHS if name not in changed.workload]
+    if len(missing) != 1 or first.deployment.spec.workload is not None:
+        return changed, ()
+    if isinstance(first.plan, Infeasible):
+        lengths = assumed_lengths(first.profile.spec.limits.context_tokens_per_seq)
+    else:
+        assumed = assumed_workload(first, first.plan)
+        lengths = assumed.prompt.longest, assumed.output.longest
+    tokens = dict(zip(LENGTHS, lengths, strict=True))[missing[0]]
+    note = f"workload.{missing[0]} is {counted(tokens, 'token')} (assumed: none was given)"
+    return replace(changed, workload={**changed.workload, missing[0]: tokens}), (note,)
 
 
 def compare(
