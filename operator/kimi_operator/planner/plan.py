@@ -34,8 +34,8 @@ from kimi_operator.planner.units import counted
 KV_DTYPES = {KvPrecision.BF16: DType.BFLOAT16, KvPrecision.FP32: DType.FLOAT32}
 
 MAY_SHRINK = (
-    "; left to the plan: with more memory a further request may take its slot from the pages, state maxNumSeqs to "
-    "keep them"
+    "; the plan chose maxNumSeqs: with more memory it may choose a higher one and leave fewer KV pages; set "
+    "maxNumSeqs to keep both as they are"
 )
 """All memory is used, so pages cannot rise with it at every step where the running requests do too."""
 

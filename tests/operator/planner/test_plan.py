@@ -127,13 +127,13 @@ def test_a_plan_that_chooses_says_that_more_memory_may_leave_fewer_pages() -> No
         assert isinstance(plan, Plan)
         found.append((plan.decode.max_num_seqs, plan.decode.num_pages, plan.decode.max_model_len))
         assert plan.decode.binds.endswith(
-            "; left to the plan: with more memory a further request may take its slot from the pages, state maxNumSeqs "
-            "to keep them"
+            "; the plan chose maxNumSeqs: with more memory it may choose a higher one and leave fewer KV pages; set "
+            "maxNumSeqs to keep both as they are"
         )
     assert found == [(17, 4_724, 302_336), (18, 4_620, 295_680)]
     # No further request, no loss: as many as the profile allows, or as the user states.
-    assert "left to the plan" not in fitting("mi325x-2p2d.yaml", **left).decode.binds
-    assert "left to the plan" not in fitting("mi300x-2p2d.yaml").decode.binds
+    assert "the plan chose" not in fitting("mi325x-2p2d.yaml", **left).decode.binds
+    assert "the plan chose" not in fitting("mi300x-2p2d.yaml").decode.binds
 
 
 def test_step_budget_never_falls_below_the_running_requests() -> None:
