@@ -49,6 +49,8 @@ class Inputs:
 
 def edited(inputs: Inputs, edits: Iterable[str], profiles: Mapping[str, HardwareProfile]) -> Inputs:
     """The inputs with each KEY=VALUE set. Raises InvalidSpec that names the edit which cannot be made."""
+    edits = list(edits)
+    _check_once(edits)
     # another chip first, so that edits of the profile are of the chip that is planned with
     for edit in sorted(edits, key=lambda text: text.startswith("profile.")):
         inputs = _edited(inputs, edit)
@@ -59,6 +61,20 @@ def edited(inputs: Inputs, edits: Iterable[str], profiles: Mapping[str, Hardware
                 raise refuse("--what-if chip", repr(name), expected, "name one, or give its file with -f")
             inputs = replace(inputs, profile=dump(profiles[name]))
     return inputs
+
+
+def _check_once(edits: Iterable[str]) -> None:
+    first: dict[tuple[str, ...], str] = {}
+    for edit in edits:
+        paths = _paths(edit.partition("=")[0].strip())
+        if paths in first:
+            raise refuse("--what-if", f"{first[paths]!r} and {edit!r}", "each key once", "leave one of them out")
+        first[paths] = edit
+
+
+def _paths(key: str) -> tuple[str, ...]:
+    """Fields of a deployment that a key is short for."""
+    return SHORT.get(key, (key if key.startswith("spec.") else f"spec.{key}",))
 
 
 def _chip_of(inputs: Inputs) -> object:
@@ -80,7 +96,7 @@ def _edited(inputs: Inputs, edit: str) -> Inputs:
             return _with_workload(inputs, rest, value, edit)
         return replace(inputs, profile=_with_source(_set(inputs.profile, f"spec.{rest}", value, edit), rest))
     deployment = inputs.deployment
-    for path in SHORT.get(key, (key if key.startswith("spec.") else f"spec.{key}",)):
+    for path in _paths(key):
         deployment = _set(deployment, path, value, edit)
     return replace(inputs, deployment=deployment)
 

@@ -154,11 +154,15 @@ class WorkloadFlags:
     ] = None
 
     @property
+    def stated(self) -> tuple[str, ...]:
+        """Flags that were stated, as the user writes them."""
+        return tuple(flag_name(field.name) for field in fields(self) if getattr(self, field.name) is not None)
+
+    @property
     def given(self) -> frozenset[str]:
         """Flags that were stated, and those that they need: a rate needs a target."""
-        stated = {flag_name(field.name) for field in fields(self) if getattr(self, field.name) is not None}
         needs_target = self.requests_per_second is not None and self.workload is None
-        return frozenset(stated | {"--target-tpot"} if needs_target else stated)
+        return frozenset((*self.stated, "--target-tpot") if needs_target else self.stated)
 
 
 def flag_name(field: str) -> str:

@@ -36,8 +36,10 @@ def plan(
     output
         text, json, yaml, markdown, or html: one page with pictures that needs nothing else.
     """
-    show = view or View()
+    files, show = file or [], view or View()
+    flags = (deployment or DeploymentFlags(), workload or WorkloadFlags(), show)
     _check_view(show, output)
+    _check_beside(files, *flags)
     if show.check:
         # The comparison loads the published figures, which no plan needs.
         from kimi_operator.cli.check import check as check_published  # noqa: PLC0415
@@ -46,7 +48,7 @@ def plan(
     # Bad combinations of flags are answered before the planner is loaded.
     from kimi_operator.cli.views import answer  # noqa: PLC0415
 
-    text, status = answer(file or [], (deployment or DeploymentFlags(), workload or WorkloadFlags(), show), output)
+    text, status = answer(files, flags, output)
     sys.stdout.write(text)
     return status
 
@@ -61,3 +63,17 @@ def _check_view(show: View, output: Output) -> None:
             raise refuse("--output", output, expected, "choose one of them")
     if show.cost is not None and show.check:
         raise refuse("--cost", "--cost and --check at once", "either of them", "leave one out")
+
+
+def _check_beside(files: list[Path], deployment: DeploymentFlags, workload: WorkloadFlags, show: View) -> None:
+    """Raises InvalidSpec for flags that a view does not look at."""
+    if show.check:
+        stated = [*(["--file"] if files else []), *deployment.given, *workload.stated]
+        expected, remedy = "it alone, since it plans what was published", "leave --check or the flag out"
+    elif show.compare is not None:
+        stated = list(deployment.given)
+        expected, remedy = "two manifests, and flags of a workload", "edit the manifests, or plan without --compare"
+    else:
+        return
+    if stated:
+        raise refuse(stated[0], f"a flag beside {show.chosen[0]}", expected, remedy)
