@@ -99,9 +99,19 @@ def from_node(
     if isinstance(found, Refused):
         notes = [str(found).replace(drafted_by(facts.labels.node), "the draft on standard output is one")]
     else:
-        notes = [f"profile {found.profile} matches", *found.notes]
+        notes = [_matched(found.profile, profiles[found.profile].spec.gpu.per_node, facts.gpus), *found.notes]
     sys.stderr.write("".join(f"kimictl: {note}\n" for note in notes))
     sys.stdout.write(text)
+
+
+def _matched(name: str, per_node: int, gpus: int) -> str:
+    """The profile that matches, and whether it plans with as many GPUs as the node has."""
+    if gpus == per_node:
+        return f"profile {name} matches"
+    return (
+        f"profile {name} matches the GPUs, but plans with {per_node} a node where this one has {gpus}; use the draft "
+        f"on standard output, or set gpusPerNode to {gpus} in both roles"
+    )
 
 
 def _profiles(files: list[Path] | None) -> Mapping[str, HardwareProfile]:

@@ -127,19 +127,32 @@ def draft(facts: NodeFacts, profiles: Mapping[str, HardwareProfile], name: str |
         head = f"# Device id {labels.device_id} is in no profile that describes its card."
     elif share.is_whole and share.partition.is_whole:
         spec, name = _of_whole(facts, candidates[share.chip].spec, share), name or f"{share.chip}-site"
-        head = f"# Profile {share.chip} matches it as it is; with two that match, name one in spec.hardware.profile."
+        head = f"# {_beside(facts, share.chip, candidates[share.chip].spec.gpu.per_node)}"
     else:
         part = "part" if share.partition.is_whole else str(share.partition).replace("_", "-")
         spec, name = _of_part(facts, candidates[share.chip].spec, share), name or f"{share.chip}-{part}"
         head = f"# Each is {share}{f', one of {share.parts}' if share.parts > 1 else ''}."
         if labels.partition is None and share.parts > 1:
             head += f"\n# No label names their partition: {share.partition} makes so many; check gpu.partition."
+    if share is not None and labels.vram is None:
+        head += (
+            f"\n# No {labels.where('vram')}: match.vram and gpu.memory follow from profile {share.chip}; check them, "
+            "or run AMD's node labeller with -vram."
+        )
     return "".join(f"{line}\n" for line in (
         f"# Drafted from node {labels.node}: {facts.gpus} x {facts.resource}, device id {labels.device_id}.",
         head,
         f"# Fill in what is not measured, then check it: kimictl profile show {name} -f FILE",
         *_document(name, spec),
     ))  # fmt: skip
+
+
+def _beside(facts: NodeFacts, chip: str, per_node: int) -> str:
+    """How the profile of the node's whole cards and its draft stand to each other."""
+    choose = "with two that match, name one in spec.hardware.profile."
+    if facts.gpus == per_node:
+        return f"Profile {chip} matches it as it is; {choose}"
+    return f"Profile {chip} matches its GPUs but has {per_node} a node, this draft {facts.gpus}; {choose}"
 
 
 def _contradiction(facts: NodeFacts, share: Share) -> Problem | None:
@@ -162,6 +175,9 @@ def _of_whole(facts: NodeFacts, base: HardwareProfileSpec, share: Share) -> dict
     spec["gpu"] |= {"resource": facts.resource, "perNode": facts.gpus}
     sources, basis = dict(spec["sources"]), dict(spec["basis"])
     _report(facts, sources, basis, ["gpu.perNode"])
+    if facts.labels.vram is None:
+        sources["match.vram"] = f"as of {share.chip}: the node has no label of it"
+        basis["match.vram"] = Basis.ASSUMED.value
     if share.is_virtual and basis.get("gpu.memory") == Basis.MEASURED:
         sources["gpu.memory"] = f"as of {share.chip} without virtualisation: {sources['gpu.memory']}"
         basis["gpu.memory"] = Basis.CARRIED.value

@@ -150,7 +150,13 @@ def test_a_contradictory_file_is_refused(run: Run, tmp_path: Path) -> None:
 
 def test_a_whole_card_gets_its_chips_profile(run: Run, tmp_path: Path) -> None:
     status, out, err = run("from-node", saved(tmp_path, node(WHOLE, gpus=7)), "--name", "site-a")
-    assert (status, err) == (0, "kimictl: profile mi300x matches\n")
+    assert status == 0
+    assert err == (
+        "kimictl: profile mi300x matches the GPUs, but plans with 8 a node where this one has 7; use the draft on "
+        "standard output, or set gpusPerNode to 7 in both roles\n"
+    )
+    assert "# Profile mi300x matches its GPUs but has 8 a node, this draft 7; with two that match, name one" in out
+    assert "as it is" not in out
     profile = parse(HardwareProfile, yaml.safe_load(out))
     known = built_in_profiles()["mi300x"].spec
     assert profile.metadata.name == "site-a"
@@ -160,6 +166,23 @@ def test_a_whole_card_gets_its_chips_profile(run: Run, tmp_path: Path) -> None:
     assert profile.spec.reserve == known.reserve
     assert profile.spec.gpu.memory == known.gpu.memory
     assert "not measured;" not in out
+
+
+def test_a_node_of_as_many_gpus_is_matched_as_it_is(run: Run, tmp_path: Path) -> None:
+    status, out, err = run("from-node", saved(tmp_path, node(WHOLE)))
+    assert (status, err) == (0, "kimictl: profile mi300x matches\n")
+    assert "# Profile mi300x matches it as it is; " in out
+    assert "No label" not in out
+
+
+@pytest.mark.parametrize("labels", [labelled("74a1", None, 304, "spx_nps1"), labelled("74a1", None, 38, "cpx_nps4")])
+def test_memory_that_no_label_tells_says_where_it_is_from(run: Run, tmp_path: Path, labels: dict[str, str]) -> None:
+    out, document = drafted(run, tmp_path, node(labels))
+    document["spec"].setdefault("reserve", MEASURED_RESERVE)
+    told = "# No label amd.com/gpu.vram of node gpu-1: match.vram and gpu.memory follow from profile mi300x; "
+    assert sum(line.startswith(told) for line in out.splitlines()) == 1
+    profile = parse(HardwareProfile, document)
+    assert "mi300x" in profile.spec.source("match.vram")
 
 
 def test_a_virtual_function_carries_memory_over(run: Run, tmp_path: Path) -> None:
