@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from kimi_operator.api.base import API_VERSION
 from kimi_operator.api.deployment import Role
 from kimi_operator.cli.files import read_objects
-from kimi_operator.cli.flags import DeploymentFlags, WorkloadFlags, refuse
+from kimi_operator.cli.flags import MOST_WRITTEN, DeploymentFlags, WorkloadFlags, refuse, shown
 from kimi_operator.errors import InvalidSpec, Problem
 from kimi_operator.planner.workload import check_lengths, read_workload
 
@@ -265,6 +265,8 @@ _TIME = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(ms|s)")
 def _lengths(flag: str, text: str | None) -> int | dict[str, Any] | None:
     if text is None:
         return None
+    if len(text) > MOST_WRITTEN:
+        raise refuse(flag, shown(text), "a number of tokens, or MIN-MAX", "write 4096 or 1000-8000")
     match = _RANGE.fullmatch(text)
     if match is None:
         in_full = _SHORT.sub(lambda short: str(int(Decimal(short[1]) * _FACTORS[short[2].lower()])), text)
@@ -279,8 +281,8 @@ def seconds(flag: str, text: str | None) -> float | None:
     if text is None:
         return None
     match = _TIME.fullmatch(text)
-    if match is None:
-        raise refuse(flag, repr(text), "a time with its unit", "write 60ms or 0.06s")
+    if match is None or len(text) > MOST_WRITTEN:
+        raise refuse(flag, shown(text), "a time with its unit", "write 60ms or 0.06s")
     return float(match[1]) / (1000 if match[2] == "ms" else 1)
 
 

@@ -4,6 +4,7 @@ No pydantic here, which would be asked to check every flag a second time while t
 no texts here, which would have to be read once more for each flag.
 """
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -14,30 +15,71 @@ from cyclopts import Group, Parameter, Token
 
 from kimi_operator.errors import InvalidSpec, Problem
 
+MOST_EXACT = 2.0**53
+"""Whole numbers from here on are not written in full as they were meant."""
+
 MANIFEST = Group("A deployment from flags, instead of --file", sort_key=1)
 WORKLOAD = Group("The workload", sort_key=2)
 VIEWS = Group("What to show", sort_key=3)
 
 
+MOST_WRITTEN = 40
+"""Characters of a number or a time; no sensible one has half of them."""
+_INSIDE = re.compile(r"[0-9]+(?:\.[0-9]+)?")
+_SUCH_AS = "write one such as 8"
+_INFINITE = re.compile(r"[+-]?inf(inity)?", re.IGNORECASE)
+
+
 def read_whole(_: object, tokens: Sequence[Token]) -> int:
-    """A whole number as it is written; 1.5 is none, though cyclopts would round it."""
-    text = tokens[0].value
+    """A whole number as it is written; 1.5 is none, though cyclopts would round it. Raises InvalidSpec."""
+    text = tokens[0].value.strip()
     try:
-        return int(text)
+        if len(text) <= MOST_WRITTEN:
+            return int(text)
     except ValueError:
-        raise ValueError(f"{text!r} is no whole number") from None
+        pass
+    raise refuse(tokens[0].keyword or "", shown(text), "a whole number", _other_whole(text))
+
+
+def _other_whole(text: str) -> str:
+    """What to write instead, where the text is another number."""
+    try:
+        number = float(text)
+    except ValueError:
+        return _SUCH_AS
+    if not math.isfinite(number) and len(text) <= MOST_WRITTEN:
+        return _SUCH_AS
+    if abs(number) >= MOST_EXACT:
+        return "write one of fewer digits"
+    low = math.floor(number)
+    return f"write {low}" if low == number else f"write {low} or {low + 1}"
 
 
 def read_number(_: object, tokens: Sequence[Token]) -> float:
-    """A number; what stands around one, as a currency does, is shown how to be left out."""
-    text = tokens[0].value
+    """A number; what stands around one, as a currency does, is shown how to be left out. Raises InvalidSpec."""
+    text = tokens[0].value.strip()
     try:
-        return float(text)
+        number = float(text)
+        if not math.isinf(number) or _INFINITE.fullmatch(text):
+            return number
+        remedy = "write one of fewer digits"
     except ValueError:
-        inside = re.search(r"[0-9]+(?:\.[0-9]+)?", text)
-        number = "one such as 0.9 or 2.5" if inside is None else inside[0]
-        remedy = f"write {float(number) / 100:g}" if inside and text.endswith("%") else f"write {number}"
-        raise ValueError(f"got {text!r}, expected a number; {remedy}") from None
+        remedy = _other_number(text)
+    raise refuse(tokens[0].keyword or "", shown(text), "a number", remedy)
+
+
+def _other_number(text: str) -> str:
+    inside = _INSIDE.findall(text)
+    if len(inside) != 1 or len(inside[0]) > MOST_WRITTEN:
+        return "write one such as 0.9 or 2.5"
+    return f"write {float(inside[0]) / 100:g}" if text.endswith("%") else f"write {inside[0]}"
+
+
+def shown(text: str) -> str:
+    """A text of a command line, in a message."""
+    if len(text) <= MOST_WRITTEN:
+        return repr(text)
+    return f"{text[:MOST_WRITTEN]!r} and {len(text) - MOST_WRITTEN:,} characters more"
 
 
 Number: TypeAlias = Annotated[float | None, Parameter(converter=read_number, n_tokens=1)]

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from cyclopts import Group, Parameter
 
-from kimi_operator.cli.flags import Whole, flag_name
+from kimi_operator.cli.flags import Number, Whole, flag_name
 
 SESSIONS = Group("The sessions", sort_key=2)
 TABLES = Group("What to show", sort_key=3)
@@ -51,7 +51,7 @@ class SessionFlags:
         ),
     ] = None
     reuse: Annotated[
-        float | None,
+        Number,
         Parameter(
             group=SESSIONS,
             help="Share of a session's earlier context that a turn finds in a prefix cache, 0 to 1. 0 by default: "
