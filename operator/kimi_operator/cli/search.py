@@ -1,7 +1,8 @@
-"""`kimictl plan --search NODES`: layouts that fit, best first; those that do not, with the arithmetic. Pure."""
+"""`kimictl plan --search NODES`: layouts that fit, best first; those that do not, with the arithmetic."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,9 +11,11 @@ from typing import Any
 from kimi_operator.api.base import dump
 from kimi_operator.api.deployment import KimiDeploymentSpec, Role
 from kimi_operator.api.profile import DType, HardwareProfile
+from kimi_operator.cli import program_name
 from kimi_operator.cli.asking import Asked, asked_for, has_lengths, make_plan
 from kimi_operator.cli.beside import with_forecast
 from kimi_operator.cli.cost import all_in, check_price, without_throughput
+from kimi_operator.cli.first_row import FirstRow, Typed
 from kimi_operator.cli.flag_documents import read_by_flag
 from kimi_operator.cli.flags import DeploymentFlags, WorkloadFlags, refuse
 from kimi_operator.cli.outlook import assumed_lengths
@@ -58,6 +61,8 @@ class Found:
     """What to say of the bundled worker on this hardware, and of rates that nobody measured."""
     not_kept: tuple[str, ...] = ()
     """What the manifest states and the search chooses."""
+    first: FirstRow | None = None
+    """What to type for the best layout; None where none fits."""
 
     def cost(self, candidate: Candidate) -> float | None:
         """Money for a million output tokens of a layout; None where it has no throughput or nobody asks."""
@@ -91,8 +96,11 @@ def answer_search(
     found = read_by_flag(named.flags, lambda: _found(asked, num_nodes), asked.written)
     if price is not None and found.no_speed:
         raise without_throughput(found.no_speed)
-    not_kept = () if asked.is_from_flags else tuple(_not_kept(asked.deployment.spec))
-    return replace(found, price=price, not_kept=not_kept, result=_named(found.result, named))
+    manifest = None if asked.is_from_flags else asked.deployment.spec
+    not_kept = () if manifest is None else tuple(_not_kept(manifest))
+    typed = Typed(program_name(sys.argv[0]), tuple(files), flags, work)
+    first = typed.row(found.result.ranked[0], manifest) if found.result.ranked else None
+    return replace(found, price=price, not_kept=not_kept, first=first, result=_named(found.result, named))
 
 
 def _found(asked: Asked, num_nodes: int) -> Found:

@@ -137,6 +137,8 @@ def _before(found: Found) -> Iterator[str]:
 def _more(found: Found) -> Iterator[str]:
     if (beyond := len(found.result.ranked) - SHOWN) > 0:
         yield f"and {beyond} more; -o json lists all"
+    if found.first is not None:
+        yield str(found.first)
 
 
 def _after(found: Found) -> Iterator[str]:
@@ -257,6 +259,7 @@ def search_document(found: Found) -> dict[str, Any]:
             }
             for candidate in result.ranked
         ],
+        "to_plan_first": None if found.first is None else {"command": found.first.command, "spec": found.first.sizes},
         "refused": [
             {
                 "roles": list(map(str, refusal.roles)),
