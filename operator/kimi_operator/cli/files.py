@@ -18,6 +18,8 @@ from kimi_operator.profiles import built_in_profiles
 
 MANIFEST = "an object with apiVersion, kind, metadata and spec"
 STANDARD_INPUT = Path("-")
+BYTE_ORDER_MARK = "\ufeff"
+"""What some editors write before a text."""
 MOST_CHARACTERS = 2**22
 """A manifest has a few thousand, a long run of needles some hundred thousand."""
 MOST_VALUES = 200_000
@@ -100,13 +102,14 @@ def text_of(file: Path) -> str:
             with file.open(encoding="utf-8") as opened:
                 text = opened.read(MOST_CHARACTERS + 1)
     except OSError as error:
-        reason = error.strerror or str(error)
+        # both an empty name and the folder itself are this path
+        reason = "an empty name, or the folder itself" if file == Path() else error.strerror or str(error)
         raise refuse_file([file], reason, "a readable file", "mend the file or its name") from error
     except UnicodeDecodeError as error:
         raise refuse_file([file], f"no UTF-8 ({error.reason} at byte {error.start})", "text in UTF-8") from error
     if len(text) > MOST_CHARACTERS:
         raise refuse_file([file], "a larger file", f"at most {MOST_CHARACTERS:,} characters", "name another file")
-    return text
+    return text.removeprefix(BYTE_ORDER_MARK)
 
 
 def _parsed(file: Path, text: str) -> list[Any]:

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -19,7 +20,7 @@ from kimi_operator.cli.files import STANDARD_INPUT, profiles_in, read_objects
 from kimi_operator.errors import ClusterUnavailable, InvalidSpec, Problem
 from kimi_operator.planner.units import bytes_text
 from kimi_operator.profiles.detect import Refused, drafted_by, match_labels
-from kimi_operator.profiles.draft import BYTE_FIELDS, draft, read_node
+from kimi_operator.profiles.draft import BYTE_FIELDS, NodeFacts, draft, read_node
 from kimi_operator.profiles.support import support_warning, worker_support
 
 Output = Literal["text", "json", "yaml", "markdown"]
@@ -65,13 +66,16 @@ def show(name: str, *, file: Files = None, output: Format = "text") -> None:
     Parameters
     ----------
     name
-        Name of a profile.
+        Name of a profile, in capitals or not.
     file
         YAML with your own HardwareProfiles; `-` is standard input. Can be repeated.
     output
         text or markdown; json or yaml: the HardwareProfile itself.
     """
     profiles = _profiles(file)
+    alike = [known for known in profiles if known.lower() == name.lower()]
+    if name not in profiles and len(alike) == 1:
+        name = alike[0]
     if name not in profiles:
         raise _refuse("profile", repr(name), f"one of {sorted(profiles)}", "name one of them, or give its file with -f")
     profile = profiles[name]
@@ -93,7 +97,7 @@ def from_node(
     file
         YAML with your own HardwareProfiles, which may know the chip; can be repeated.
     """
-    facts, profiles = read_node(_node(node)), _profiles(file)
+    facts, profiles = _facts(node), _profiles(file)
     text = draft(facts, profiles, name)
     found = match_labels(facts.labels, profiles)
     if isinstance(found, Refused):
@@ -119,14 +123,23 @@ def _profiles(files: list[Path] | None) -> Mapping[str, HardwareProfile]:
     return dict(sorted(profiles_in(files or []).items()))
 
 
-def _node(wanted: str) -> Mapping[str, Any]:
-    """A Node from a file, or from the cluster that kubectl is set up for."""
+def _facts(wanted: str) -> NodeFacts:
+    """Of a Node from a file, or from the cluster that kubectl is set up for. Raises InvalidSpec that names the file."""
     if not wanted.strip():
         raise _refuse("node", repr(wanted), "the name of a node, or a file", "see `kubectl get nodes`")
     path = Path(wanted)
     looks_like_file = "/" in wanted or path.suffix in {".json", ".yaml", ".yml"}
-    is_file = path == STANDARD_INPUT or looks_like_file or path.is_file()
-    documents = read_objects(path) if is_file else [_ask_kubectl(wanted)]
+    if path != STANDARD_INPUT and not looks_like_file and not path.is_file():
+        return read_node(_one_node(wanted, [_ask_kubectl(wanted)]))
+    node = _one_node(wanted, read_objects(path))
+    try:
+        return read_node(node)
+    except InvalidSpec as error:
+        named = (replace(problem, field=f"{path}: {problem.field}") for problem in error.problems)
+        raise InvalidSpec(tuple(named)) from error
+
+
+def _one_node(wanted: str, documents: list[Mapping[str, Any]]) -> Mapping[str, Any]:
     if len(documents) == 1 and isinstance(listed := documents[0].get("items"), list):
         documents = listed
     if len(documents) != 1 or not isinstance(documents[0], Mapping):

@@ -88,6 +88,40 @@ def test_what_is_no_object_is_told_which_is_expected(
     assert run(*command, file)[2].endswith(expected)
 
 
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: " ".join(map(str, command[:2])))
+@pytest.mark.parametrize("name", ["", "./"])
+def test_an_empty_name_is_told_as_such(run: Run, command: tuple[object, ...], name: str) -> None:
+    status, out, err = run(*command, name)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    # an empty name could be a node's
+    empty = "got '', expected the name of a node, or a file" if command[-1] == "from-node" and not name else None
+    assert (empty or "kimictl: .: got an empty name, or the folder itself, expected a readable file") in err
+
+
+READ = {
+    ("plan", "-f"): MI300X.read_text(),
+    ("plan", "--chip", "mi300x", "--workload"): json.dumps({"prompt": 4096, "output": 512, "reuse": 1e-05}),
+    ("replay", "--chip", "mi300x", "--trace"): json.dumps({"session": "a", "newTokens": 9, "outputTokens": 9}) + "\n",
+    ("profile", "calibrate"): "chip: mi300x\nlayout: {nodes: 2, gpusPerNode: 8, tensorParallel: 2}\n"
+    "decode:\n  - {concurrency: 8, contextTokens: 4096, tpotMs: 96.4}\n",
+}
+
+
+@pytest.mark.parametrize("is_standard_input", [False, True], ids=["file", "standard input"])
+@pytest.mark.parametrize("command", READ, ids=" ".join)
+def test_a_mark_of_byte_order_changes_nothing(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...], *, is_standard_input: bool
+) -> None:
+    answers = []
+    for mark in ("", "\ufeff"):
+        file = tmp_path / "file"
+        file.write_text(mark + READ[command], encoding="utf-8")
+        monkeypatch.setattr("sys.stdin", io.StringIO(mark + READ[command]))
+        answers.append(run(*command, "-" if is_standard_input else file))
+    assert answers[0] == answers[1]
+    assert answers[0][0] == 0
+
+
 WRONG_KINDS = {
     ("plan", "-f"): "0 KimiDeployments, but kind ConfigMap, expected exactly one; name a file with",
     ("plan", "--chip", "mi300x", "--workload"): "got 'ConfigMap', expected a workload",
@@ -107,6 +141,7 @@ def test_an_object_of_another_kind_is_refused(run: Run, tmp_path: Path, command:
     status, out, err = run(*command, file)
     assert (status, out) == (2, "")
     assert WRONG_KINDS[command] in err
+    assert str(file) in err
     assert err.count("\n") == 1
 
 
