@@ -25,6 +25,7 @@ from kimi_operator.planner.fit import Change, Sample, Use, refit
 from kimi_operator.planner.roofline import DecodeLoad, PrefillLoad, Setup, Split
 from kimi_operator.planner.units import counted
 from kimi_operator.profiles import architecture as built_in_architecture
+from kimi_operator.profiles.draft import NAME
 from kimi_operator.profiles.measurements import (
     MODEL,
     built_in_measurements,
@@ -63,6 +64,7 @@ def calibrate(  # noqa: PLR0913 - the options of a command
     gpus_per_node: Whole = None,
     tensor_parallel: Whole = None,
     groups: Whole = None,
+    name: str | None = None,
     file: Annotated[list[Path] | None, Parameter(name=["--file", "-f"], allow_leading_hyphen=True, negative=())] = None,
     output: Annotated[Output, Parameter(name=["--output", "-o"])] = "text",
 ) -> int:
@@ -88,31 +90,61 @@ def calibrate(  # noqa: PLR0913 - the options of a command
         GPUs of a lane.
     groups
         Groups of decode that shared the load; 1 by default.
+    name
+        Print the whole profile under this name, which `kimictl plan -f` takes, not the fragment for a cluster's.
     file
         YAML with your own HardwareProfiles. Can be repeated.
     output
-        text, json, or yaml: the fragment alone.
+        text, json, or yaml: the fragment or the profile alone.
     """
     layout = _layout(nodes, gpus_per_node, tensor_parallel)
     options = {"chip": chip, "engine": engine, "architecture": architecture, "layout": layout, "groups": groups}
     read = read_results(results, {name: value for name, value in options.items() if value is not None})
-    done = _calibrate(read, profiles_in(file or []), str(results))
+    profiles = profiles_in(file or [])
+    done = _calibrate(read, profiles, str(results))
     contradictions = list(_contradictions(done))
     fragment = None if contradictions else _fragment(done)
+    whole = None if fragment is None or name is None else _whole(profiles[done.profile], fragment, name)
     if output == "json":
-        sys.stdout.write(json.dumps(_document(done) | {"fragment": fragment}, indent=2) + "\n")
+        named = {} if name is None else {"wholeProfile": whole}
+        sys.stdout.write(json.dumps(_document(done) | {"fragment": fragment} | named, indent=2) + "\n")
     else:
         sys.stdout.write("".join(f"{line}\n" for line in (_text(done) if output == "text" else ())))
-        sys.stdout.write("" if fragment is None else _fragment_text(fragment, done.profile, output))
+        sys.stdout.write("" if fragment is None else _printed(whole or fragment, output, is_whole=whole is not None))
     sys.stderr.write("".join(f"kimictl: {warning}\n" for warning in (*_warnings(done), *contradictions)))
     return 1 if contradictions else 0
 
 
-def _fragment_text(fragment: Mapping[str, Any], profile: str, output: Output) -> str:
-    """The fragment alone as YAML, or as text after how to apply it."""
-    apply = f"kubectl patch hardwareprofile {profile} --type merge --patch-file FILE"
-    how = f"\nfor the profile; save it with -o yaml, then {apply}:\n" if output == "text" else ""
-    return how + yaml.safe_dump(dict(fragment), sort_keys=False, width=120)
+def _printed(document: Mapping[str, Any], output: Output, *, is_whole: bool) -> str:
+    """The fragment or the profile alone as YAML, or as text after how to use it."""
+    name = document["metadata"]["name"]
+    how = ""
+    if output == "text" and is_whole:
+        how = f"\nsave it with -o yaml, then {_planning(name)}:\n"
+    elif output == "text":
+        how = (
+            f"\nwithout a cluster: --name {name}-measured -o yaml gives the whole profile, then "
+            f"{_planning(f'{name}-measured')}\n\nfor a cluster's profile; save it with -o yaml, then kubectl patch "
+            f"hardwareprofile {name} --type merge --patch-file FILE:\n"
+        )
+    return how + yaml.safe_dump(dict(document), sort_keys=False, width=120, allow_unicode=True)
+
+
+def _planning(name: str) -> str:
+    return f"kimictl plan -f FILE --chip {name}, or -f MANIFEST -f FILE with spec.hardware.profile: {name}"
+
+
+def _whole(profile: HardwareProfile, fragment: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The profile as the fragment leaves it, under a name of its own. Raises InvalidSpec for what is no name."""
+    if not NAME.fullmatch(name):
+        expected = "a name of lower-case letters, digits, dots and hyphens"
+        raise _refuse("--name", repr(name), expected, f"write {profile.metadata.name}-measured")
+    document = dump(profile)
+    calibration = document["spec"].get("calibration") or {}
+    document["metadata"] = {"name": name}
+    document["spec"]["calibration"] = calibration | fragment["spec"]["calibration"]
+    parse(HardwareProfile, document)
+    return document
 
 
 def _layout(nodes: int | None, gpus_per_node: int | None, tensor_parallel: int | None) -> dict[str, int] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -30,6 +30,7 @@ MI300X = built_in_profiles()["mi300x"]
 WORKER = Setup(
     architecture("kimi-k3"), built_in_measurements().chip(MI300X), GroupShape(2, 8, 2), worker_engine(MI300X)
 )
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 LAYOUT = {"nodes": 2, "gpusPerNode": 8, "tensorParallel": 2}
 
 
@@ -90,6 +91,61 @@ def test_json_holds_everything_the_text_says(tmp_path: Path, capsys: pytest.Capt
     assert found["phases"]["prefill"]["points"][0]["errorLeftOut"] is None
     assert found["phases"]["prefill"]["factorAfter"] > found["phases"]["prefill"]["factorBefore"]
     assert found["fragment"]["spec"]["calibration"]["prefillFactor"] > 1
+
+
+def test_a_whole_profile_of_its_own_name_plans_without_a_cluster(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], run: Callable[..., tuple[int, str, str]]
+) -> None:
+    measured = written(tmp_path, by_hand(2.5))
+    patch = fragment(capsys, measured)
+    whole = fragment(capsys, measured, name="rented")
+    assert whole["metadata"] == {"name": "rented"}
+    assert whole["spec"] == dump(MI300X)["spec"] | {"calibration": patch["spec"]["calibration"]}
+    profile = written(tmp_path, whole, "rented.yaml")
+    _, out, err = run("plan", "-f", profile, "--chip", "rented", "--nodes", 4, "-o", "json")
+    assert err == ""
+    speed = json.loads(out)["speed"]
+    known = json.loads(run("plan", "--chip", "mi300x", "--nodes", 4, "-o", "json")[1])["speed"]
+    before = calibration_for(WORKER, DecodeLoad, None).factor()
+    assert speed["tpot_alone"]["value"] / known["tpot_alone"]["value"] == pytest.approx(2.5 / before)
+    manifest = yaml.safe_load((EXAMPLES / "mi300x-2p2d.yaml").read_text())
+    manifest["spec"]["hardware"]["profile"] = "rented"
+    _, out, _ = run("plan", "-f", written(tmp_path, manifest, "k3.yaml"), "-f", profile, "-o", "json")
+    assert json.loads(out)["profile"] == "rented"
+
+
+def test_the_text_says_how_to_plan_with_either(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    measured = written(tmp_path, by_hand())
+    calibrate(measured)
+    lines = capsys.readouterr().out.splitlines()
+    how = "without a cluster: --name mi300x-measured -o yaml gives the whole profile, then kimictl plan -f FILE --chip "
+    assert any(line.startswith(f"{how}mi300x-measured, or -f MANIFEST -f FILE with spec.hardware") for line in lines)
+    calibrate(measured, name="rented")
+    out = capsys.readouterr().out
+    assert "save it with -o yaml, then kimictl plan -f FILE --chip rented, or " in out
+    assert "kubectl patch" not in out
+    assert "perNode: 8" in out
+    calibrate(measured, name="rented", output="json")
+    found = json.loads(capsys.readouterr().out)
+    assert found["wholeProfile"]["spec"]["calibration"] == found["fragment"]["spec"]["calibration"]
+
+
+def test_an_earlier_factor_of_the_other_phase_is_kept_as_a_patch_keeps_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = fragment(capsys, written(tmp_path, by_hand(2.5)), name="rented")
+    prefill = {"chip": "rented", "layout": LAYOUT, "prefill": [{"promptTokens": 50_000, "seconds": 90.0}]}
+    own = written(tmp_path, first, "rented.yaml")
+    both = fragment(capsys, written(tmp_path, prefill, "prefill.yaml"), file=[own], name="rented")
+    kept = both["spec"]["calibration"]
+    assert kept["decodeFactor"] == first["spec"]["calibration"]["decodeFactor"]
+    assert kept["prefillFactor"] > 1
+
+
+@pytest.mark.parametrize("name", ["", "Rented", "a/b"])
+def test_what_is_no_name_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(InvalidSpec, match=r"^--name: got .*, expected a name of lower-case .*; write mi300x-measured"):
+        calibrate(written(tmp_path, by_hand()), name=name)
 
 
 def at_8_x_8192(*times_ms: float) -> dict[str, Any]:
