@@ -145,7 +145,7 @@ def deployment_document(flags: DeploymentFlags, gpus_per_node: int) -> dict[str,
     """The manifest that the flags stand for; `gpus_per_node` are those of the chip. Raises InvalidSpec."""
     groups = {"prefill": _stated(flags.prefill_groups, 1), "decode": _stated(flags.decode_groups, 1)}
     shape = {
-        "nodesPerGroup": _nodes_per_group(flags, sum(groups.values())),
+        "nodesPerGroup": _nodes_per_group(flags, sum(groups.values()), gpus_per_node),
         "gpusPerNode": _stated(flags.gpus_per_node, gpus_per_node),
         "tensorParallel": _stated(flags.tensor_parallel, 2),
         "maxNumSeqs": flags.max_num_seqs,
@@ -168,7 +168,7 @@ def deployment_document(flags: DeploymentFlags, gpus_per_node: int) -> dict[str,
     }
 
 
-def _nodes_per_group(flags: DeploymentFlags, num_groups: int) -> int:
+def _nodes_per_group(flags: DeploymentFlags, num_groups: int, gpus_per_node: int) -> int:
     """Raises InvalidSpec when --nodes cannot be spread evenly over the groups, or says otherwise than the others."""
     if flags.nodes is None:
         return _stated(flags.nodes_per_group, 2)
@@ -180,17 +180,20 @@ def _nodes_per_group(flags: DeploymentFlags, num_groups: int) -> int:
         return max(1, each)  # a number of groups is refused by its own name
     if each < 1 or rest:
         expected = f"a multiple of {num_groups}: prefill and decode have {num_groups} groups, equally large"
-        raise refuse("--nodes", str(flags.nodes), expected, _other_nodes(flags.nodes, num_groups))
+        raise refuse("--nodes", str(flags.nodes), expected, _other_nodes(flags, num_groups, gpus_per_node))
     return each
 
 
-def _other_nodes(nodes: int, num_groups: int) -> str:
+def _other_nodes(flags: DeploymentFlags, num_groups: int, gpus_per_node: int) -> str:
     """What to write instead of a number of nodes that cannot be spread over the groups."""
-    if nodes < num_groups:
-        fewer = ", or lower --prefill-groups or --decode-groups" if num_groups > len(Role) else ""
-        return f"write --nodes {num_groups} or more{fewer}"
-    less = nodes // num_groups * num_groups
-    return f"write --nodes {less} or {less + num_groups}, or --search {nodes} instead, which chooses the groups"
+    # it loads the planner of whole deployments, which flags that can be do not need here
+    from kimi_operator.cli.other_nodes import Asked  # noqa: PLC0415
+
+    def document(nodes: int) -> dict[str, Any]:
+        return deployment_document(replace(flags, nodes=nodes), gpus_per_node)
+
+    assert flags.nodes is not None
+    return Asked(flags.nodes, num_groups, flags.chip, document).remedy()
 
 
 def workload_document(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 
 MI300X = Path(__file__).resolve().parents[3] / "examples" / "mi300x-2p2d.yaml"
 CHIP = ("--chip", "mi300x")
@@ -16,12 +18,15 @@ Run = Callable[..., tuple[int, str, str]]
 @pytest.mark.parametrize(
     ("flags", "expected", "remedy"),
     [
-        ((0,), "a multiple of 2", "write --nodes 2 or more"),
-        ((1,), "a multiple of 2", "write --nodes 2 or more"),
-        ((-4,), "a multiple of 2", "write --nodes 2 or more"),
-        ((3,), "a multiple of 2", "write --nodes 2 or 4, or --search 3 instead, which chooses the groups"),
-        ((5, "--prefill-groups", 2), "a multiple of 3", "write --nodes 3 or 6, or --search 5 instead"),
-        ((1, "--prefill-groups", 3), "a multiple of 4", "write --nodes 4 or more, or lower --prefill-groups or "),
+        ((0,), "a multiple of 2", "write --nodes 4\n"),
+        ((1,), "a multiple of 2", "write --nodes 4\n"),
+        ((-4,), "a multiple of 2", "write --nodes 4\n"),
+        ((3,), "a multiple of 2", "write --nodes 4\n"),
+        ((5,), "a multiple of 2", "write --nodes 4 or 8, or --search 5 instead, which chooses the groups\n"),
+        ((5, "--prefill-groups", 2), "a multiple of 3", "write --nodes 6, or --search 5 instead"),
+        ((1, "--prefill-groups", 3), "a multiple of 4", "write --nodes 8, or lower --prefill-groups or "),
+        ((3, "--tensor-parallel", 1), "a multiple of 2", "write --nodes 8\n"),
+        ((3, "--tensor-parallel", 3), "a multiple of 2", "no number of nodes fits with the other flags: change those"),
     ],
 )
 def test_nodes_that_cannot_be_spread_say_which_can(
@@ -31,6 +36,27 @@ def test_nodes_that_cannot_be_spread_say_which_can(
     assert (status, out) == (2, "")
     assert err.startswith(f"kimictl: --nodes: got {flags[0]}, expected {expected}: prefill and decode have ")
     assert f"equally large; {remedy}" in err
+
+
+@pytest.mark.parametrize("nodes", [1, 3, 5, 7, 9, 13])
+@pytest.mark.parametrize("chip", ["mi300x", "mi325x", "mi355x"])
+def test_each_number_that_is_told_can_be(run: Run, chip: str, nodes: int) -> None:
+    _, _, err = run("plan", "--chip", chip, "--nodes", nodes)
+    told = re.search(r"write --nodes (\d+)(?: or (\d+))?(, or --search \d+ instead)?", err)
+    assert told is not None
+    for each in filter(None, told.groups()[:2]):
+        assert run("plan", "--chip", chip, "--nodes", each)[0] == 0
+    found = json.loads(run("plan", "--chip", chip, "--search", nodes, "-o", "json")[1])["ranked"]
+    assert bool(told[3]) == bool(found)
+
+
+def test_of_a_chip_in_a_file_ranks_that_divide_the_experts_are_told(run: Run, tmp_path: Path) -> None:
+    profile = yaml.safe_load(run("profile", "show", "mi300x", "-o", "yaml")[1])
+    profile["metadata"]["name"] = "mine"
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump(profile))
+    _, _, err = run("plan", "-f", path, "--chip", "mine", "--nodes", 5)
+    assert err.endswith("; write --nodes 4 or 8\n")
 
 
 @pytest.mark.parametrize("nodes", [0, 3, 4])

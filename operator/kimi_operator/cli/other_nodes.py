@@ -1,0 +1,86 @@
+"""Numbers of nodes that can be, near one that equal groups cannot share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kimi_operator.api.base import parse
+from kimi_operator.api.deployment import KimiDeployment, Role
+from kimi_operator.api.profile import HardwareProfile
+from kimi_operator.cli.manifests import plan_deployment
+from kimi_operator.cli.outlook import assumed_lengths
+from kimi_operator.errors import InvalidSpec
+from kimi_operator.planner import Plan
+from kimi_operator.planner.layout import MAX_NODES
+from kimi_operator.planner.refusals import shortage
+from kimi_operator.planner.space import longest_request, worker_search
+from kimi_operator.planner.workload import Workload, fixed
+from kimi_operator.profiles import architecture, built_in_profiles
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A number of nodes that cannot be, and the manifest that the other flags stand for with another one."""
+
+    nodes: int
+    num_groups: int
+    chip: str | None
+    document: Callable[[int], Mapping[str, Any]]
+    """Nodes of all groups -> manifest; they must be whole groups."""
+
+    def remedy(self) -> str:
+        """What to write instead."""
+        fewer = ", or lower --prefill-groups or --decode-groups"
+        too_few = fewer if self.nodes < self.num_groups and self.num_groups > len(Role) else ""
+        search = f", or --search {self.nodes} instead, which chooses the groups" if self._is_found() else ""
+        near = (self._first(self._below()), self._first(self._above()))
+        numbers = " or ".join(str(nodes) for nodes in near if nodes is not None)
+        if numbers:
+            return f"write --nodes {numbers}{too_few}{search}"
+        return f"no number of nodes fits with the other flags: change those first{search}"
+
+    def _below(self) -> Iterable[int]:
+        step = self.num_groups
+        return range(self.nodes // step * step, 0, -step)
+
+    def _above(self) -> Iterable[int]:
+        step = self.num_groups
+        return range(max(step, self.nodes // step * step + step), MAX_NODES * step + 1, step)
+
+    def _first(self, numbers: Iterable[int]) -> int | None:
+        return next((nodes for nodes in numbers if self._can_be(nodes)), None)
+
+    def _can_be(self, nodes: int) -> bool:
+        """Whether it fits the memory of a built-in chip; of another, whether its ranks divide the experts."""
+        try:
+            deployment = parse(KimiDeployment, self.document(nodes))
+            if self._profile is not None:
+                return isinstance(plan_deployment(deployment, built_in_profiles()).plan, Plan)
+        except InvalidSpec:
+            return False
+        role = deployment.spec.decode
+        ranks = role.nodes_per_group * role.gpus_per_node
+        return architecture(deployment.spec.model.architecture).num_experts % ranks == 0
+
+    def _is_found(self) -> bool:
+        """Whether a search of so many nodes finds a layout for the lengths that it assumes."""
+        profile = self._profile
+        if profile is None or not 1 <= self.nodes <= MAX_NODES:
+            return False
+        try:
+            model = parse(KimiDeployment, self.document(self.num_groups)).spec.model
+            a = architecture(model.architecture)
+        except InvalidSpec:
+            return False
+        context = min(profile.spec.limits.context_tokens_per_seq, longest_request(a, model.max_model_len))
+        prompt, output = assumed_lengths(context)
+        workload, kv = Workload(fixed(prompt), fixed(output)), profile.spec.runtime.kv_cache_dtype
+        request = worker_search(a, profile.spec, kv, workload, self.nodes)
+        return shortage(replace(request, max_model_len=model.max_model_len, is_assumed=True)) is None
+
+    @property
+    def _profile(self) -> HardwareProfile | None:
+        """Of a built-in chip; what files say is not known here."""
+        return built_in_profiles().get(self.chip or "")
