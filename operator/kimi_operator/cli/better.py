@@ -12,12 +12,9 @@ from kimi_operator.cli.beside import search_beside
 from kimi_operator.cli.figures import with_band
 from kimi_operator.cli.flags import WorkloadFlags, flag_name
 from kimi_operator.cli.outlook import Outlook
-from kimi_operator.planner.case import Solution
 from kimi_operator.planner.elsewhere import same_groups
 from kimi_operator.planner.layout import MAX_NODES
-from kimi_operator.planner.objective import Forecast, mean_request
-from kimi_operator.planner.predict import Capacity, CurvePoint, throughput_curve
-from kimi_operator.planner.space import Layout
+from kimi_operator.planner.predict import CurvePoint
 from kimi_operator.planner.targets import told
 
 WORTH_SAYING = 1.25
@@ -72,20 +69,7 @@ def _outputs(outlook: Outlook) -> Iterator[_Output]:
         misses, _ = told(solutions.values(), request.queued(layout, decode))
         if len(misses) <= len(outlook.misses):
             seqs = {role: each.max_num_seqs for role, each in solutions.items()}
-            yield _Output(layout.decode.tensor_parallel, seqs, _point(forecast, layout, decode))
-
-
-def _point(forecast: Forecast, layout: Layout, decode: Solution) -> CurvePoint:
-    """The load that a search ranks this layout by, with its bands."""
-    request = mean_request(forecast.workload)
-    # the solver counted what memory holds: a place is as good as a page of a whole request
-    held = Capacity(decode.max_num_seqs, decode.max_num_seqs, request.prompt_tokens + request.output_tokens)
-    sides = (
-        forecast.decode_side(layout.decode, layout.decode_groups),
-        forecast.prefill_side(layout.prefill, layout.prefill_groups),
-    )
-    asked = forecast.workload.running or decode.running
-    return throughput_curve(sides[0], held, request, (asked,), sides[1])[0]
+            yield _Output(layout.decode.tensor_parallel, seqs, forecast.point(layout, decode))
 
 
 def search_command(program: str, files: Iterable[Path], work: WorkloadFlags, nodes: int) -> str:

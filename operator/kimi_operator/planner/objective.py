@@ -136,9 +136,12 @@ class Forecast:
         """The same of a layout, at the load that its throughput is of."""
         if self._point(layout, decode).binds != "prefill":
             return None
+        return self.queued(layout.prefill, layout.prefill_groups, self.point(layout, decode))
+
+    def point(self, layout: Layout, decode: Solution) -> CurvePoint:
+        """The load that a layout is ranked by, with bands."""
         decodes = self.decode_side(layout.decode, layout.decode_groups)
-        prefills = self.prefill_side(layout.prefill, layout.prefill_groups)
-        return self.queued(layout.prefill, layout.prefill_groups, self._curve_point(decode, decodes, prefills))
+        return self._curve_point(decode, decodes, self.prefill_side(layout.prefill, layout.prefill_groups))
 
     def throughput(self, layout: Layout, decode: Solution) -> float:
         """Output tokens a second of as many requests as are asked for, else as decode has places: as a plan's curve.

@@ -152,3 +152,10 @@ def test_it_costs_little() -> None:
         assert better_layout(outlook, "")
         seconds.append(time.process_time() - start)
     assert min(seconds) < 0.03
+
+
+def test_no_layout_gives_more_than_the_rate_that_comes(run: Run) -> None:
+    """Where the plan serves a stated rate, another layout has nothing to add."""
+    load = ("--prompt-tokens", 400, "--output-tokens", 500, "--target-tpot", "300ms", "--requests-per-second")
+    assert "better layout" not in run("plan", "-f", STATED, *load, 1)[1]
+    assert "better layout" in run("plan", "-f", STATED, *load, 2)[1]
