@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 from kimi_operator.api.deployment import Role
 from kimi_operator.cli.beside import search_beside
 from kimi_operator.cli.figures import with_band
-from kimi_operator.cli.flags import WorkloadFlags, flag_name
+from kimi_operator.cli.flags import WorkloadFlags, as_typed
 from kimi_operator.cli.outlook import Outlook
 from kimi_operator.planner.elsewhere import same_groups
 from kimi_operator.planner.layout import MAX_NODES
@@ -77,7 +77,4 @@ def search_command(program: str, files: Iterable[Path], work: WorkloadFlags, nod
     words = ["plan", "--search", str(nodes)]
     for file in files:
         words += ["-f", str(file)]
-    for field in fields(work):
-        if (value := getattr(work, field.name)) is not None:
-            words += [flag_name(field.name), str(value)]
-    return f"{program} {shlex.join(words)}"
+    return f"{program} {shlex.join((*words, *as_typed(work)))}"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 from kimi_operator.api.base import dump
 from kimi_operator.api.deployment import KimiDeploymentSpec, Role
-from kimi_operator.cli.flags import DeploymentFlags, WorkloadFlags, flag_name
+from kimi_operator.cli.flags import DeploymentFlags, WorkloadFlags, as_typed, flag_name
 from kimi_operator.planner.search import Candidate
 
 Sizes = dict[str, dict[str, int]]
@@ -53,8 +53,8 @@ class Typed:
         return FirstRow(sizes, self._command(_flags(first)))
 
     def _command(self, more: Iterable[str]) -> str:
-        words = ["plan", *(word for file in self.files for word in ("-f", str(file))), *_given(self.deployment)]
-        return f"{self.program} {shlex.join((*words, *more, *_given(self.work)))}"
+        words = ["plan", *(word for file in self.files for word in ("-f", str(file))), *as_typed(self.deployment)]
+        return f"{self.program} {shlex.join((*words, *more, *as_typed(self.work)))}"
 
 
 def _sizes(first: Candidate) -> Sizes:
@@ -90,10 +90,3 @@ def _flags(first: Candidate) -> Iterator[str]:
     }
     for name, value in stated.items():
         yield from (flag_name(name), str(value))
-
-
-def _given(flags: DeploymentFlags | WorkloadFlags) -> Iterator[str]:
-    """Flags as they were typed."""
-    for field in fields(flags):
-        if (value := getattr(flags, field.name)) is not None:
-            yield from (flag_name(field.name), str(value))

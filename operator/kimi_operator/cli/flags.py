@@ -6,7 +6,7 @@ no texts here, which would have to be read once more for each flag.
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, TypeAlias
@@ -205,6 +205,13 @@ class WorkloadFlags:
         """Flags that were stated, and those that they need: a rate needs a target."""
         needs_target = self.requests_per_second is not None and self.workload is None
         return frozenset((*self.stated, "--target-tpot") if needs_target else self.stated)
+
+
+def as_typed(flags: DeploymentFlags | WorkloadFlags) -> Iterator[str]:
+    """Words of a command line that state the same flags."""
+    for field in fields(flags):
+        if (value := getattr(flags, field.name)) is not None:
+            yield from (flag_name(field.name), str(value))
 
 
 def flag_name(field: str) -> str:
