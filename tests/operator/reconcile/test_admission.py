@@ -187,7 +187,7 @@ BAD = {
     ),
     "no object": (review(None), "request.object: got nothing, expected the object of CREATE"),
     "object of text": (review(deployment(), object="k3"), "request.object: got 'k3'"),
-    "half a character": (review(deployment({"metadata.name": "\ud800"})), "the document: got "),
+    "half a character": (review(deployment({"metadata.name": "\ud800"})), "object.metadata.name: got half a character"),
     "spec of a list": (review(deployment({"spec": []})), "an object of the API, whose spec is a map"),
 }
 
