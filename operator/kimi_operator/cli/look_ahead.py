@@ -31,11 +31,11 @@ from kimi_operator.planner.predict import (
     CurvePoint,
     Prediction,
     Request,
+    curve_of,
     decode_step_ms,
     handoff_ms,
     knee,
     prefill_ms,
-    throughput_curve,
 )
 from kimi_operator.planner.roofline import DecodeLoad, Setup
 from kimi_operator.planner.solve import most, solve, stretches, unused
@@ -158,16 +158,13 @@ def _speed(prefill: RoleOutlook, decode: RoleOutlook, workload: Workload, foreca
     )
     of_lane = Capacity(decode.plan.max_num_seqs, decode.plan.num_pages, decode.plan.page_size_tokens)
     full = max(1, of_lane.running(request)[0] * decode.lanes)
-
-    def point(clients: int) -> CurvePoint:
-        return throughput_curve(sides[0], of_lane, request, [clients], sides[1])[0]
-
+    point = curve_of(sides[0], of_lane, request, sides[1])
     asked = forecast.clients(workload.running or full, point)
     concurrencies = {*_spread(1, max(2, 2 * full), CURVE_POINTS), full, asked}
-    curve = throughput_curve(sides[0], of_lane, request, sorted(concurrencies), sides[1])
-    bend = throughput_curve(sides[0], of_lane, request, {*_bend(curve)} - concurrencies, sides[1])
-    curve = tuple(sorted((*curve, *bend), key=lambda point: point.concurrency))
-    at = next(point for point in curve if point.concurrency == asked)
+    curve = tuple(map(point, sorted(concurrencies)))
+    bend = map(point, {*_bend(curve)} - concurrencies)
+    curve = tuple(sorted((*curve, *bend), key=lambda each: each.concurrency))
+    at = next(each for each in curve if each.concurrency == asked)
     alone = request.prefill(forecast.chunk_tokens)
     busy_lanes = forecast.busy_lanes(sides[1].setup, prefill.groups)
     return Speed(

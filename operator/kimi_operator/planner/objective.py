@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from statistics import fmean
 from typing import TypeVar
 
@@ -18,11 +19,11 @@ from kimi_operator.planner.predict import (
     PrefillSide,
     Request,
     Side,
+    curve_of,
     decode_step_ms,
     least_clients,
     prefill_ms,
     roofline_s,
-    throughput_curve,
 )
 from kimi_operator.planner.roofline import DecodeLoad, PrefillLoad, Setup, token_pairs
 from kimi_operator.planner.space import Layout
@@ -61,12 +62,18 @@ class Forecast:
         default_factory=dict, init=False, repr=False, compare=False
     )
 
+    @cached_property
+    def request(self) -> Request:
+        """The one that predictions are made for."""
+        return mean_request(self.workload)
+
     def timing(self, shape: GroupShape, groups: int) -> Timing:
         """Times of each of so many groups. Raises ValueError when it needs a figure that nobody stated of the chip.
 
         A prompt is computed beside those of other lanes, as many as the workload keeps busy.
         """
         setup, clients = self.setup(shape), self.workload.concurrency
+        busy_lanes = self.busy_lanes(setup, groups)
         most = None if clients is None else ceil_div(clients, groups)
 
         def step(seqs: int, tokens: int) -> DecodeLoad:
@@ -74,7 +81,7 @@ class Forecast:
             return DecodeLoad(running if most is None else min(running, most), tokens)
 
         def prompt(new: int, cached: int) -> PrefillLoad:
-            return PrefillLoad(new, cached, self.chunk_tokens, self.busy_lanes(setup, groups))
+            return PrefillLoad(new, cached, self.chunk_tokens, busy_lanes)
 
         return Timing(
             decode_step_s=lambda seqs, tokens: self._time_s(setup, step(seqs, tokens)),
@@ -88,7 +95,7 @@ class Forecast:
         work, lanes = self.workload, setup.shape.lanes
         if work.requests_per_second is None:
             return lanes if work.running is None else min(lanes, ceil_div(work.running, groups))
-        load = mean_request(work).prefill(self.chunk_tokens)
+        load = self.request.prefill(self.chunk_tokens)
         rate = float(work.requests_per_second) / groups
         enough = (n for n in range(1, lanes) if n >= rate * self._time_s(setup, replace(load, busy_lanes=n)))
         return next(enough, lanes)
@@ -110,7 +117,7 @@ class Forecast:
         if self.workload.requests_per_second is not None or point.binds != "prefill":
             return None
         prompt = prefill_ms(self.setup(shape), self.all_busy(shape), self.prefill)
-        tpot, output_tokens = point.tpot, mean_request(self.workload).output_tokens
+        tpot, output_tokens = point.tpot, self.request.output_tokens
 
         def ttft_ms(prompt_ms: float, tpot_ms: float) -> float:
             return point.concurrency * prompt_ms / (groups * shape.lanes) - output_tokens * tpot_ms
@@ -152,7 +159,7 @@ class Forecast:
 
     def all_busy(self, shape: GroupShape) -> PrefillLoad:
         """A mean prompt beside those of all other lanes."""
-        return mean_request(self.workload).prefill(self.chunk_tokens, shape.lanes)
+        return self.request.prefill(self.chunk_tokens, shape.lanes)
 
     def _point(self, layout: Layout, decode: Solution) -> CurvePoint:
         key = (layout, decode.max_num_seqs, decode.running)
@@ -163,13 +170,10 @@ class Forecast:
         return self._points[key]
 
     def _curve_point(self, decode: Solution, decodes: Side, prefills: PrefillSide) -> CurvePoint:
-        request = mean_request(self.workload)
+        request = self.request
         # The solver counted what memory holds, so a place is as good as a page of a whole request.
         held = Capacity(decode.max_num_seqs, decode.max_num_seqs, request.prompt_tokens + request.output_tokens)
-
-        def point(clients: int) -> CurvePoint:
-            return throughput_curve(decodes, held, request, [clients], prefills)[0]
-
+        point = curve_of(decodes, held, request, prefills)
         return point(self.clients(self.workload.running or decode.running, point))
 
     def clients(self, most: int, point: Callable[[int], CurvePoint]) -> int:
@@ -180,7 +184,7 @@ class Forecast:
         rate = self.workload.requests_per_second
         if rate is None:
             return most
-        needed = float(rate) * mean_request(self.workload).output_tokens
+        needed = float(rate) * self.request.output_tokens
         return least_clients(needed, most, lambda clients: point(clients).tokens_per_second.value)
 
     def _time_s(self, setup: Setup, load: DecodeLoad | PrefillLoad) -> float:

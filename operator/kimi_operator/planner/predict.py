@@ -237,10 +237,10 @@ class CurvePoint:
     binds: str
 
 
-def throughput_curve(
-    decode: Side, capacity: Capacity, request: Request, concurrencies: Iterable[int], prefill: PrefillSide | None = None
-) -> tuple[CurvePoint, ...]:
-    """Output tokens a second against concurrency, by asymptotic bounds of a closed system (operational analysis):
+def curve_of(
+    decode: Side, capacity: Capacity, request: Request, prefill: PrefillSide | None = None
+) -> Callable[[int], CurvePoint]:
+    """Concurrency -> output tokens a second, by asymptotic bounds of a closed system (operational analysis):
 
     the least of concurrency / (time of a token + its part of the prefill), of what full lanes decode, and of what
     prefill can feed. Without `prefill` the last one and prefill's part are left out. Raises ValueError as prefill_ms.
@@ -251,7 +251,14 @@ def throughput_curve(
         needed = request.prompt_tokens + request.output_tokens
         raise ValueError(f"a lane's {capacity.num_pages:,} pages do not hold one request of {counted(needed, 'token')}")
     feed = _feed(decode, request, most, prefill) if prefill else None
-    return tuple(_curve_point(decode, request, c, (most, limit), feed) for c in concurrencies)
+    return lambda concurrency: _curve_point(decode, request, concurrency, (most, limit), feed)
+
+
+def throughput_curve(
+    decode: Side, capacity: Capacity, request: Request, concurrencies: Iterable[int], prefill: PrefillSide | None = None
+) -> tuple[CurvePoint, ...]:
+    """The points of `curve_of` at some concurrencies."""
+    return tuple(map(curve_of(decode, capacity, request, prefill), concurrencies))
 
 
 def least_clients(needed: float, most: int, tokens_per_second: Callable[[int], float]) -> int:
