@@ -76,7 +76,7 @@ def test_forecasts_say_what_they_are_calibrated_on(calibrated: HardwareProfile) 
 
 def test_the_search_ranks_by_the_profiles_own_speed(calibrated: HardwareProfile) -> None:
     rates = []
-    answers = Workload(fixed(256), fixed(4096))  # decode binds, not prefill
+    answers = Workload(fixed(256), fixed(65_536))  # decode binds, not prefill
     for profile in (MI300X, calibrated):
         forecast = forecast_of(K3, profile, DType.BFLOAT16, answers)
         pools = page_pools(K3, profile.spec, DType.BFLOAT16)
@@ -84,7 +84,7 @@ def test_the_search_ranks_by_the_profiles_own_speed(calibrated: HardwareProfile)
         rates.append({str(one.layout): one.throughput for one in search(request).ranked})
     before, after = rates
     assert before
-    assert after == {name: pytest.approx(rate / 1.4, rel=1e-3) for name, rate in before.items() if rate is not None}
+    assert after == {name: pytest.approx(rate / 1.4, rel=1e-4) for name, rate in before.items() if rate is not None}
 
 
 def test_a_factor_of_another_engine_is_not_used() -> None:
