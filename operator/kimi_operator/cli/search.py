@@ -89,6 +89,8 @@ def answer_search(
     extra = [flag for flag in flags.given if flag not in SEARCHED_FLAGS]
     if extra:
         raise refuse(extra[0], "a flag of one layout", f"{', '.join(SEARCHED_FLAGS)} with --search", "leave it out")
+    if not files and not flags.given:
+        raise refuse("--search", f"{num_nodes} alone", "a chip or a manifest too", "add --chip mi300x, or -f FILE")
     asked = asked_for(files, flags, work)
     if not asked.is_from_flags:
         make_plan(asked)

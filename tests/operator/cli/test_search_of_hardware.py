@@ -46,3 +46,9 @@ def test_untested_hardware_is_searched_with_the_warning_of_a_plan(run: Run, tmp_
 def test_hardware_that_the_worker_is_made_for_brings_no_warning(run: Run) -> None:
     _, out, _ = run("plan", "--chip", "mi325x", "--search", "4", *LENGTHS, "-o", "json")
     assert json.loads(out)["warnings"] == []
+
+
+def test_a_search_of_nothing_says_what_is_missing(run: Run) -> None:
+    status, out, err = run("plan", "--search", 4)
+    assert (status, out) == (2, "")
+    assert err == "kimictl: --search: got 4 alone, expected a chip or a manifest too; add --chip mi300x, or -f FILE\n"
