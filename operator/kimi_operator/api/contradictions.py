@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from kimi_operator.errors import Problem
 
 if TYPE_CHECKING:
     from kimi_operator.api.profile import HardwareProfileSpec
 
+Figures: TypeAlias = dict[str, int | str]
+"""Every number that the profile states, by its path."""
 GIB = 2**30
 PARTITIONS = {"SPX": 1, "DPX": 2, "TPX": 3, "QPX": 4}
 """GPUs that a mode makes of a card; CPX makes one of each compute die."""
@@ -30,13 +32,13 @@ def num_partitions(compute: str, compute_dies: int) -> int:
 
 def contradictions(name: str, spec: HardwareProfileSpec) -> Iterator[Problem]:
     """Everything that cannot be true at once in the profile called `name`."""
-    where = f"HardwareProfile {name}: spec"
+    where, figures = f"HardwareProfile {name}: spec", spec.figures()
     yield from _match(where, spec)
     yield from _card(where, spec)
-    yield from _reserve(where, spec)
-    yield from _rates(where, spec)
+    yield from _reserve(where, spec, figures)
+    yield from _rates(where, spec, figures)
     yield from _runtime(where, spec)
-    yield from _basis(where, spec)
+    yield from _basis(where, spec, figures)
 
 
 def _match(where: str, spec: HardwareProfileSpec) -> Iterator[Problem]:
@@ -90,11 +92,11 @@ def _card(where: str, spec: HardwareProfileSpec) -> Iterator[Problem]:
         )  # fmt: skip
 
 
-def _reserve(where: str, spec: HardwareProfileSpec) -> Iterator[Problem]:
+def _reserve(where: str, spec: HardwareProfileSpec, figures: Figures) -> Iterator[Problem]:
     if spec.runtime.device == "cpu":
         # There gpu.memory is a budget that somebody chose, and the plan says what does not fit it.
         return
-    amounts = {path: value for path, value in spec.figures().items() if path.startswith("reserve.")}
+    amounts = {path: value for path, value in figures.items() if path.startswith("reserve.")}
     total = sum(int(value) for value in amounts.values())
     if total >= spec.gpu.memory:
         parts = " + ".join(f"{path.partition('.')[2]} {_gib(int(value))}" for path, value in amounts.items() if value)
@@ -104,12 +106,11 @@ def _reserve(where: str, spec: HardwareProfileSpec) -> Iterator[Problem]:
         )  # fmt: skip
 
 
-def _rates(where: str, spec: HardwareProfileSpec) -> Iterator[Problem]:
+def _rates(where: str, spec: HardwareProfileSpec, figures: Figures) -> Iterator[Problem]:
     if spec.runtime.device != "cuda":
         return
-    stated = spec.figures()
     for path, (least, unit, remedy) in _SLOWEST.items():
-        rate = int(stated.get(path, least))
+        rate = int(figures.get(path, least))
         if rate < least:
             yield Problem(
                 f"{where}.{path}", f"{rate:,}", f"{unit} a second, at least {least:,} on a GPU",
@@ -132,8 +133,7 @@ def _runtime(where: str, spec: HardwareProfileSpec) -> Iterator[Problem]:
         yield Problem(f"{where}.fabric.transport", "MoRIIO", "NIXL where runtime.device is cpu", "set NIXL")
 
 
-def _basis(where: str, spec: HardwareProfileSpec) -> Iterator[Problem]:
-    figures = spec.figures()
+def _basis(where: str, spec: HardwareProfileSpec, figures: Figures) -> Iterator[Problem]:
     for path in spec.basis:
         if not any(f"{figure}.".startswith(f"{path}.") for figure in figures):
             yield Problem(

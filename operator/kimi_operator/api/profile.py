@@ -372,6 +372,8 @@ class HardwareProfileSpec(ApiModel):
     """One class of nodes."""
 
     model_config = ConfigDict(
+        # built at once: a HardwareProfile takes it over, and would be built first and without it otherwise
+        defer_build=False,
         json_schema_extra=rules(
             # The label is rounded to whole GiB.
             rule(
@@ -384,7 +386,7 @@ class HardwareProfileSpec(ApiModel):
                 f"self.runtime.device == 'cpu' || {_RESERVED}.compareTo({_bytes('self.gpu.memory')}) < 0",
                 "reserves must leave some of gpu.memory to weights and pools",
             ),
-        )
+        ),
     )
 
     match: MatchSpec = Field(default_factory=MatchSpec, description="How its nodes are recognised.")

@@ -6,10 +6,10 @@ import json
 import math
 import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+from msgspec import Struct, field
 
 from kimi_operator.errors import ClusterUnavailable, InvalidSpec, Problem
 
@@ -17,16 +17,14 @@ ANSWER_TOKENS = 64
 """Enough for six digits, a sentence around them and the tags that end a message."""
 
 
-@dataclass(frozen=True, slots=True)
-class Service:
+class Service(Struct, frozen=True):
     """An OpenAI API, `url` without /v1."""
 
     url: str
     model: str
 
 
-@dataclass(slots=True)
-class Answer:
+class Answer(Struct):
     """What came back. Times in seconds from the request; `error` says why an answer is not whole."""
 
     text: str = ""

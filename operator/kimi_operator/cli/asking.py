@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from kimi_operator.api.base import dump, parse
 from kimi_operator.api.deployment import KimiDeployment, Role
@@ -46,8 +49,7 @@ CUT_FOR_OWN = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
+class Asked(Struct, frozen=True):
     """A deployment to plan, the profiles that are known, and the workload as a document; empty when none was given."""
 
     deployment: KimiDeployment
@@ -85,7 +87,7 @@ def asked_for(files: list[Path], flags: DeploymentFlags, work: WorkloadFlags) ->
         deployment, names = deployment_of(documents, files), work.given
     else:
         chip = chip_of(flags, profiles)
-        document = deployment_document(replace(flags, chip=chip.metadata.name), chip.spec.gpu.per_node)
+        document = deployment_document(dataclasses.replace(flags, chip=chip.metadata.name), chip.spec.gpu.per_node)
         names = DEPLOYMENT_FLAGS | work.given
         deployment = read_by_flag(names, lambda: parse(KimiDeployment, document), written)
     model = read_by_flag(names, lambda: architecture(deployment.spec.model.architecture))

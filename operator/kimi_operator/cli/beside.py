@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from kimi_operator.cli.outlook import Outlook
 from kimi_operator.planner.elsewhere import same_demand

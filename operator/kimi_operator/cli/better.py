@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from kimi_operator.api.deployment import Role
 from kimi_operator.cli.beside import search_beside
@@ -21,8 +22,7 @@ WORTH_SAYING = 1.25
 """Times the most output of the plan's own tensorParallel; below it the choice may have other reasons."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Output:
+class _Output(Struct, frozen=True):
     """What the groups give with one tensorParallel."""
 
     tensor_parallel: int

@@ -7,12 +7,13 @@ import math
 import statistics
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
 from cyclopts import Parameter
+from msgspec import Struct
+from msgspec.structs import replace
 
 from kimi_operator.api.base import API_VERSION, dump, parse
 from kimi_operator.api.calibration import CalibrationSpec
@@ -43,8 +44,7 @@ MOST_BETWEEN_POINTS = 2.0
 """A point over what the others predict for it, from which on the user is told that no factor fits them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Calibrated:
+class Calibrated(Struct, frozen=True):
     """What came of a run: the samples and the change of each phase that was measured."""
 
     results: Results

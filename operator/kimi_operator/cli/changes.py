@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from kimi_operator.api.base import dump, parse
 from kimi_operator.api.deployment import KimiDeployment, KimiDeploymentSpec, Role
@@ -37,8 +39,7 @@ SHORT = {
 """Keys for what both roles have in common, and for what is long to write."""
 
 
-@dataclass(frozen=True, slots=True)
-class Inputs:
+class Inputs(Struct, frozen=True):
     """Documents that a plan is made of."""
 
     deployment: Mapping[str, Any]
@@ -192,8 +193,7 @@ def deployment_inputs(deployment: KimiDeployment, profile: HardwareProfile, work
     return Inputs(document, dump(profile), workload)
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
+class Change(Struct, frozen=True):
     """One figure of two plans."""
 
     key: str

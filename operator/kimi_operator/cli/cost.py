@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from kimi_operator.cli.figures import Figure, figures, number
 from kimi_operator.cli.flags import refuse
@@ -15,8 +16,7 @@ LEAST_PRICE, MOST_PRICE = 1e-6, 1e6
 TOKENS = 1_000_000
 
 
-@dataclass(frozen=True, slots=True)
-class Price:
+class Price(Struct, frozen=True):
     """Money for a million tokens, in the currency of the price; `low` is where throughput is at its high end."""
 
     value: float
@@ -24,8 +24,7 @@ class Price:
     high: float
 
 
-@dataclass(frozen=True, slots=True)
-class Cost:
+class Cost(Struct, frozen=True):
     """Prefill's GPUs pay for prompt tokens, decode's for output tokens, all at one load."""
 
     per_gpu_hour: float

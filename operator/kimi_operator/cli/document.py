@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Mapping
 from enum import Enum
@@ -10,6 +9,7 @@ from fractions import Fraction
 from typing import Any
 
 import yaml
+from msgspec import to_builtins
 
 from kimi_operator.api.base import dump
 from kimi_operator.cli.cost import Cost
@@ -32,7 +32,7 @@ def plan_document(outlook: Outlook, cost: Cost | None) -> dict[str, Any]:
     document = {
         "feasible": True,
         "meets_workload": meets_workload(outlook),
-        **dataclasses.asdict(outlook.plan),
+        **to_builtins(outlook.plan),
         "nodes": outlook.nodes,
         "deployment": dump(outlook.planned.deployment),
         "workload": _workload(outlook),
@@ -40,11 +40,11 @@ def plan_document(outlook: Outlook, cost: Cost | None) -> dict[str, Any]:
         "not_sure": _problems(outlook.doubts),
         "outlook": {"prefill": _role(outlook.prefill), "decode": _role(outlook.decode)},
         "speed": _speed(outlook),
-        "contexts": [dataclasses.asdict(point) for point in contexts(outlook)],
-        "designs": dataclasses.asdict(compare_designs(outlook.planned.architecture, outlook.plan, outlook.plan.decode)),
+        "contexts": [to_builtins(point) for point in contexts(outlook)],
+        "designs": to_builtins(compare_designs(outlook.planned.architecture, outlook.plan, outlook.plan.decode)),
     }
     if cost is not None:
-        document["cost"] = dataclasses.asdict(cost)
+        document["cost"] = to_builtins(cost)
     return document
 
 
@@ -69,7 +69,7 @@ def _plain(value: object) -> object:
 
 
 def _problems(problems: tuple[Problem, ...]) -> list[dict[str, str]]:
-    return [dataclasses.asdict(problem) for problem in problems]
+    return [to_builtins(problem) for problem in problems]
 
 
 def _workload(outlook: Outlook) -> dict[str, Any]:
@@ -92,16 +92,16 @@ def _role(each: RoleOutlook) -> dict[str, Any]:
         "lanes": each.lanes,
         "at_plan": _solution(each.at_plan),
         "best": _solution(each.best),
-        "stretches": [dataclasses.asdict(stretch) for stretch in each.stretches],
-        "unused": [dataclasses.asdict(line) for line in each.unused],
+        "stretches": [to_builtins(stretch) for stretch in each.stretches],
+        "unused": [to_builtins(line) for line in each.unused],
         "unused_bytes": sum(line.bytes for line in each.unused),
     }
 
 
 def _solution(solution: Solution | Problem) -> dict[str, Any]:
     if isinstance(solution, Problem):
-        return {"fits": False, "problem": dataclasses.asdict(solution)}
-    return {"fits": True, **dataclasses.asdict(solution)}
+        return {"fits": False, "problem": to_builtins(solution)}
+    return {"fits": True, **to_builtins(solution)}
 
 
 def _speed(outlook: Outlook) -> dict[str, Any]:
@@ -112,8 +112,8 @@ def _speed(outlook: Outlook) -> dict[str, Any]:
     return {
         "predicted": True,
         **_decode(speed),
-        "prefill": dataclasses.asdict(speed.prefill),
-        "prefill_busy": {"lanes": speed.busy_lanes, **dataclasses.asdict(speed.prefill_busy)},
+        "prefill": to_builtins(speed.prefill),
+        "prefill_busy": {"lanes": speed.busy_lanes, **to_builtins(speed.prefill_busy)},
         "ttft": {**_banded(speed.ttft), "waits_for_prefill": speed.waiting_ttft is not None},
         "throughput": _banded(speed.at.tokens_per_second),
         "concurrency": speed.at.concurrency,
@@ -136,11 +136,11 @@ def _speed(outlook: Outlook) -> dict[str, Any]:
 def _decode(speed: Speed | DecodeSpeed) -> dict[str, Any]:
     """What needs no FLOPs."""
     return {
-        "request": dataclasses.asdict(speed.request),
+        "request": to_builtins(speed.request),
         "running": speed.running,
-        "tpot": dataclasses.asdict(speed.tpot),
-        "tpot_alone": dataclasses.asdict(speed.tpot_alone),
-        "handoff": None if speed.handoff is None else dataclasses.asdict(speed.handoff),
+        "tpot": to_builtins(speed.tpot),
+        "tpot_alone": to_builtins(speed.tpot_alone),
+        "handoff": None if speed.handoff is None else to_builtins(speed.handoff),
     }
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import re
 from collections.abc import Iterable, Iterator
+
+from msgspec import to_builtins
 
 from kimi_operator.api.deployment import Role
 from kimi_operator.cli.figures import Figure
@@ -69,7 +70,7 @@ def explanation(found: Iterable[Figure]) -> Iterator[str]:
 
 def explanation_document(found: Iterable[Figure]) -> dict[str, list[dict[str, str]]]:
     """For scripts."""
-    return {"figures": [{**dataclasses.asdict(figure), "means": means(figure)} for figure in found]}
+    return {"figures": [{**to_builtins(figure), "means": means(figure)} for figure in found]}
 
 
 def means(figure: Figure) -> str:

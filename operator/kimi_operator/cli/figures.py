@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from kimi_operator.api.deployment import Role
 from kimi_operator.cli.outlook import POOL_LABELS, Outlook, RoleOutlook, Speed
@@ -32,8 +33,7 @@ _WEIGHT_FORMULAS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Figure:
+class Figure(Struct, frozen=True):
     """One figure: `key` is its name in `--explain`, unique within a plan.
 
     What stands in `values` before a colon or semicolon gives a numeric `text`: its words may be left out, floor, ceil,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from kimi_operator.api.base import dump
 from kimi_operator.api.deployment import KimiDeploymentSpec, Role
@@ -16,8 +17,7 @@ Sizes = dict[str, dict[str, int]]
 """Fields of spec.prefill and spec.decode, by role."""
 
 
-@dataclass(frozen=True, slots=True)
-class FirstRow:
+class FirstRow(Struct, frozen=True):
     """How the first layout is planned."""
 
     sizes: Sizes
@@ -34,8 +34,7 @@ class FirstRow:
         return f"to plan row 1, write a manifest with {' and '.join(roles)}: flags give both roles groups of one shape"
 
 
-@dataclass(frozen=True, slots=True)
-class Typed:
+class Typed(Struct, frozen=True):
     """The command line of a search."""
 
     program: str

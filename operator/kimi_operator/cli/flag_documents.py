@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable, Container, Mapping
-from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, TypeVar
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from kimi_operator.api.base import API_VERSION
 from kimi_operator.api.deployment import Role
@@ -45,8 +48,7 @@ LOADS = {"concurrency", "requestsPerSecond"}
 DEPLOYMENT_FLAGS = frozenset(flag for field, flag in FLAG_OF_FIELD.items() if field.startswith("spec."))
 
 
-@dataclass(frozen=True, slots=True)
-class Typed:
+class Typed(Struct, frozen=True):
     """What was written in flags where the documents that are made of them say it otherwise."""
 
     texts: Mapping[str, str] = field(default_factory=dict)
@@ -190,7 +192,7 @@ def _other_nodes(flags: DeploymentFlags, num_groups: int, gpus_per_node: int) ->
     from kimi_operator.cli.other_nodes import Asked  # noqa: PLC0415
 
     def document(nodes: int) -> dict[str, Any]:
-        return deployment_document(replace(flags, nodes=nodes), gpus_per_node)
+        return deployment_document(dataclasses.replace(flags, nodes=nodes), gpus_per_node)
 
     assert flags.nodes is not None
     return Asked(flags.nodes, num_groups, flags.chip, document).remedy()

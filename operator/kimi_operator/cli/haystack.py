@@ -6,8 +6,9 @@ the tiny model of examples/tiny-k3, whose tokenizer has every word of words.txt 
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from importlib.resources import files
+
+from msgspec import Struct, field
 
 NUM_DIGITS = 6
 NEEDLE_TOKENS = 14
@@ -20,8 +21,7 @@ FRAME_TOKENS = 31
 WORDS: tuple[str, ...] = tuple(files(__package__).joinpath("words.txt").read_text(encoding="utf-8").split())
 
 
-@dataclass(frozen=True, slots=True)
-class Needle:
+class Needle(Struct, frozen=True):
     """One prompt and what a model that recalls must answer."""
 
     prompt_text: str
@@ -32,8 +32,7 @@ class Needle:
     """The two words asked for."""
 
 
-@dataclass(slots=True)
-class Taken:
+class Taken(Struct):
     """Keys and values used so far, so that no two needles of a run share one."""
 
     keys: set[tuple[str, str]] = field(default_factory=set)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from kimi_operator.planner.fit import Residual, Sample, Use, calibrate
 from kimi_operator.planner.predict import roofline_s
@@ -99,8 +101,7 @@ def _over_ranges(name: str, phase: type[DecodeLoad | PrefillLoad], samples: Sequ
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Rise:
+class _Rise(Struct, frozen=True):
     """What 1,000 prompt tokens more took, from the next shorter prompt of the chip to this one."""
 
     sample: Sample

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from kimi_operator.cli.held_out import columns
 from kimi_operator.planner.fit import calibrate
@@ -16,8 +17,7 @@ UNLIMITED_PAGES = 10**9
 """The runs' pools were not recorded; at these lengths they did not bind."""
 
 
-@dataclass(frozen=True, slots=True)
-class RateResidual:
+class RateResidual(Struct, frozen=True):
     """A measured throughput beside what the curve says."""
 
     sample: RateSample

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from kimi_operator.cli.flags import flag_name
 from kimi_operator.cli.session_flags import SessionFlags
@@ -14,8 +15,7 @@ OF_TRACE = "the trace has its own"
 OWN_PACE = "sessions ask when they are answered, at no fixed rate; --agents and --ramp set the load"
 
 
-@dataclass(frozen=True, slots=True)
-class FromManifest:
+class FromManifest(Struct, frozen=True):
     """Nothing where the workload says nothing, or where a flag or a trace says it."""
 
     agents: int | None = None

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
 
 from kimi_operator.api.base import parse
 from kimi_operator.api.deployment import KimiDeployment
@@ -20,8 +21,7 @@ from kimi_operator.profiles.forecast import plan_on
 PROFILE_BESIDE = "profile.yaml"
 
 
-@dataclass(frozen=True, slots=True)
-class Planned:
+class Planned(Struct, frozen=True):
     """A deployment with its profile, model and plan."""
 
     deployment: KimiDeployment

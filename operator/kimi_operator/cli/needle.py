@@ -8,11 +8,12 @@ import math
 import random
 import sys
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 import httpx
 from cyclopts import Parameter
+from msgspec import Struct
+from msgspec.structs import replace
 
 from kimi_operator.cli.ask import Answer, Service, ask, choose_model
 from kimi_operator.cli.compare import Difference, compare
@@ -34,8 +35,7 @@ INTERRUPTED = 130
 """Exit status after Ctrl-C, as a shell gives it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
+class Job(Struct, frozen=True):
     """One needle with the length of its prompt."""
 
     needle: Needle
@@ -102,8 +102,7 @@ def needle(  # noqa: PLR0913 - the options of a command
     return 0 if run.is_right else 1
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(Struct, frozen=True):
     """What a run sends."""
 
     levels: list[int]

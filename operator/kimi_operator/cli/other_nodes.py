@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from kimi_operator.api.base import parse
 from kimi_operator.api.deployment import KimiDeployment, Role
@@ -20,8 +22,7 @@ from kimi_operator.planner.workload import Workload, fixed
 from kimi_operator.profiles import architecture, built_in_profiles
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
+class Asked(Struct, frozen=True):
     """A number of nodes that cannot be, and the manifest that the other flags stand for with another one."""
 
     nodes: int

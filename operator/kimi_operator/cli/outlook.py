@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from kimi_operator.api.deployment import Role
 from kimi_operator.cli.manifests import Planned
@@ -24,8 +24,7 @@ ASSUMED_OUTPUT_SHARE = 8
 TABLE_ROWS = 8
 
 
-@dataclass(frozen=True, slots=True)
-class RoleOutlook:
+class RoleOutlook(Struct, frozen=True):
     """One role under the workload."""
 
     plan: RolePlan
@@ -48,8 +47,7 @@ class RoleOutlook:
         return self.plan.lanes * self.groups
 
 
-@dataclass(frozen=True, slots=True)
-class Speed:
+class Speed(Struct, frozen=True):
     """Predicted times and rates of the workload's mean request."""
 
     request: Request
@@ -93,8 +91,7 @@ class Speed:
         return tuple(point for i, point in enumerate(self.curve) if i % step == 0 or point.concurrency in named)
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeSpeed:
+class DecodeSpeed(Struct, frozen=True):
     """What bandwidth alone predicts of the workload's mean request, on a chip whose FLOPs nobody stated."""
 
     request: Request
@@ -104,8 +101,7 @@ class DecodeSpeed:
     handoff: Prediction | None
 
 
-@dataclass(frozen=True, slots=True)
-class ContextPoint:
+class ContextPoint(Struct, frozen=True):
     """Requests of all decode lanes at once, every one being so long."""
 
     context_tokens: int
@@ -114,8 +110,7 @@ class ContextPoint:
     """If slots and pages were cut for this context, within the profile's limit."""
 
 
-@dataclass(frozen=True, slots=True)
-class Outlook:
+class Outlook(Struct, frozen=True):
     """Everything that is said about one plan."""
 
     planned: Planned

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from xml.sax.saxutils import escape
+
+from msgspec import Struct
 
 from kimi_operator.cli.figures import number, with_band
 from kimi_operator.cli.outlook import ContextPoint, Outlook, RoleOutlook, Speed
@@ -23,8 +24,7 @@ CLASSES = {"weights": "weights", "reserved": "reserved", "state slots": "slots",
 MOST_TICKS = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Axis:
+class Axis(Struct, frozen=True):
     """Values to pixels, by ratio or by difference."""
 
     low: float

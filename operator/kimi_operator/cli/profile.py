@@ -7,12 +7,12 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
 from cyclopts import App, Parameter
+from msgspec.structs import replace
 
 from kimi_operator.api.base import dump
 from kimi_operator.api.profile import HardwareProfile

@@ -5,25 +5,19 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 QUIET_S = 2.0
 """Nobody wonders before; after, a line each time so long."""
 
 
-@dataclass(slots=True)
 class Progress:
     """Counts steps; each call is one."""
 
-    what: str
-    total: int
-    clock: Callable[[], float] = time.monotonic
-    done: int = 0
-    next_s: float = field(init=False)
-
-    def __post_init__(self) -> None:
+    def __init__(self, what: str, total: int, clock: Callable[[], float] = time.monotonic) -> None:
         """The clock runs from here on."""
-        self.next_s = self.clock() + QUIET_S
+        self.what, self.total, self.clock = what, total, clock
+        self.done = 0
+        self.next_s = clock() + QUIET_S
 
     def __call__(self) -> None:
         """One step is done."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
+
+from msgspec import to_builtins
 
 from kimi_operator.api.base import dump
 from kimi_operator.cli.replay_rows import TPOT, TTFT, lanes_of, notes, warnings
@@ -29,7 +30,7 @@ def replay_document(outcome: Outcome) -> dict[str, Any]:
             "assumed": list(asked.assumed),
             "from_workload": list(asked.manifest.taken),
             "unused_of_workload": list(asked.manifest.unused),
-            **({"seed": asked.seed, **dataclasses.asdict(asked.agents)} if asked.agents else {}),
+            **({"seed": asked.seed, **to_builtins(asked.agents)} if asked.agents else {}),
         },
         "service": {
             "lanes": lanes,
@@ -39,17 +40,17 @@ def replay_document(outcome: Outcome) -> dict[str, Any]:
             "prefill_lanes": service.all_prefill_lanes,
             "prefill_groups": service.prefill_groups,
             "chunk_tokens": service.chunk_tokens,
-            "lane": dataclasses.asdict(service.lane),
+            "lane": to_builtins(service.lane),
         },
-        "summary": dataclasses.asdict(outcome.value.summary),
-        "summary_low": dataclasses.asdict(outcome.fast.summary),
-        "summary_high": dataclasses.asdict(outcome.slow.summary),
+        "summary": to_builtins(outcome.value.summary),
+        "summary_low": to_builtins(outcome.fast.summary),
+        "summary_high": to_builtins(outcome.slow.summary),
         **(_times(outcome) if outcome.value.summary.turns else dict.fromkeys(("ttft", "tpot", "duration"))),
-        "targets": [dataclasses.asdict(met) for met in outcome.targets],
+        "targets": [to_builtins(met) for met in outcome.targets],
         "row_s": outcome.row_s,
-        "over_time": [dataclasses.asdict(row) for row in outcome.rows],
+        "over_time": [to_builtins(row) for row in outcome.rows],
         "by_turn": [_turn_document(each) for each in outcome.turns],
-        "prefix_cache": {**dataclasses.asdict(outcome.cache), "reuse": outcome.cache.reuse},
+        "prefix_cache": {**to_builtins(outcome.cache), "reuse": outcome.cache.reuse},
         "handoff": _plain(outcome.handoff),
         "calibrated_on": {"decode": outcome.decode_on, "prefill": outcome.prefill_on},
         "notes": list(notes(outcome)),

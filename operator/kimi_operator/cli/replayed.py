@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from operator import itemgetter
+
+from msgspec import Struct
 
 from kimi_operator.api.deployment import Role
 from kimi_operator.cli.manifests import Planned
@@ -28,8 +29,7 @@ from kimi_operator.profiles.forecast import forecast_of
 _ROW_SECONDS = (1, 2, 5, 10, 15, 20, 30, 60, 120, 180, 240, 300, 600, 900, 1200, 1800, 2400, 3600)
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(Struct, frozen=True):
     """One replay and what it comes to."""
 
     replayed: Replayed
@@ -37,8 +37,7 @@ class Run:
     turns: tuple[TurnRow, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class BandedRow:
+class BandedRow(Struct, frozen=True):
     """Times of some turns with their bands; None as in the row."""
 
     row: TurnRow
@@ -48,8 +47,7 @@ class BandedRow:
     tpot_p95: Prediction | None
 
 
-@dataclass(frozen=True, slots=True)
-class Met:
+class Met(Struct, frozen=True):
     """Share of turns that meet a target, and the least and most of the three runs."""
 
     name: str
@@ -60,8 +58,7 @@ class Met:
     high: float
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(Struct, frozen=True):
     """Everything that is said about a replay."""
 
     planned: Planned
@@ -195,8 +192,7 @@ def _run(asked: AskedSessions, service: Service, max_rows: int, ended: Callable[
     return Run(replayed, summarise(replayed, service), by_turn(replayed.turns, asked.num_turns, max_rows))
 
 
-@dataclass(frozen=True, slots=True)
-class Pace:
+class Pace(Struct, frozen=True):
     """How many times as long a phase may take, at both ends of its band."""
 
     low: float

@@ -10,9 +10,10 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Self, TextIO
 
+from msgspec import Struct
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -26,8 +27,7 @@ TICK_S = 1.8
 _VALUE = re.compile(r"\d{6,}")
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(Struct, frozen=True):
     """One needle and what the service said."""
 
     number: int
@@ -52,8 +52,7 @@ class Row:
         return self.difference.reason if self.difference else None
 
 
-@dataclass(frozen=True, slots=True)
-class Level:
+class Level(Struct, frozen=True):
     """The requests that were sent at once."""
 
     concurrency: int
@@ -70,8 +69,7 @@ class Level:
         return sum(len(row.answer.token_ids) for row in self.rows) / self.duration_s if self.duration_s else 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(Struct, frozen=True, dict=True):
     """A whole run; with a reference every row has a difference."""
 
     url: str
@@ -79,10 +77,10 @@ class Run:
     levels: list[Level]
     reference_url: str | None = None
     logprob_bound: float | None = None
-    rows: list[Row] = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "rows", [row for level in self.levels for row in level.rows])
+    @cached_property
+    def rows(self) -> list[Row]:
+        return [row for level in self.levels for row in level.rows]
 
     @property
     def problems(self) -> list[Row]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from kimi_operator.api.base import dump
 from kimi_operator.api.deployment import KimiDeploymentSpec, Role
@@ -34,8 +36,7 @@ CHOSEN = ("groups", "nodesPerGroup", "gpusPerNode", "tensorParallel", "maxNumSeq
 """Fields of a role that a search chooses, whatever a manifest states."""
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
+class Wanted(Struct, frozen=True):
     """What the layouts are searched for."""
 
     workload: Workload
@@ -45,8 +46,7 @@ class Wanted:
     """Nobody stated the lengths."""
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
+class Found(Struct, frozen=True):
     """A search and what it was for."""
 
     profile: str

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Iterator
 from html import escape
 from typing import Any
+
+from msgspec import to_builtins
+from msgspec.structs import astuple
 
 from kimi_operator.api.deployment import Role
 from kimi_operator.cli.cost import money
@@ -98,10 +100,10 @@ def _body(found: Found) -> Iterator[str]:
         yield from table(heads, _rows(found), numbers=numbers)
     if told := list(_told_by_place(found)):
         yield f"<h2>{TOLD}</h2>"
-        rows = ((place, word, *dataclasses.astuple(problem)) for place, word, problem in told)
+        rows = ((place, word, *astuple(problem)) for place, word, problem in told)
         yield from table(("", "", *PROBLEM_HEADS), rows)
     if result.shortage is not None:
-        yield from table(PROBLEM_HEADS, [dataclasses.astuple(result.shortage)])
+        yield from table(PROBLEM_HEADS, [astuple(result.shortage)])
     yield from (f'<p class="dim">{escape(line)}</p>' for line in (*_more(found), *_after(found)))
 
 
@@ -254,8 +256,8 @@ def search_document(found: Found) -> dict[str, Any]:
                 "cost_per_million_output_tokens": found.cost(candidate),
                 "prefill": _role_document(candidate, Role.PREFILL),
                 "decode": _role_document(candidate, Role.DECODE),
-                "misses": [dataclasses.asdict(problem) for problem in candidate.misses],
-                "not_sure": [dataclasses.asdict(problem) for problem in candidate.doubts],
+                "misses": [to_builtins(problem) for problem in candidate.misses],
+                "not_sure": [to_builtins(problem) for problem in candidate.doubts],
             }
             for candidate in result.ranked
         ],
@@ -265,11 +267,11 @@ def search_document(found: Found) -> dict[str, Any]:
                 "roles": list(map(str, refusal.roles)),
                 "shape": str(refusal.shape),
                 "reason": str(refusal.reason),
-                **dataclasses.asdict(refusal.problem),
+                **to_builtins(refusal.problem),
             }
             for refusal in result.refused
         ],
-        "shortage": None if result.shortage is None else dataclasses.asdict(result.shortage),
+        "shortage": None if result.shortage is None else to_builtins(result.shortage),
     }
 
 

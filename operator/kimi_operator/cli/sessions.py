@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
 
 from kimi_operator.api.workload import MAX_TOKENS
 from kimi_operator.cli.flag_documents import seconds
@@ -34,8 +35,7 @@ _MOST = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class AskedSessions:
+class AskedSessions(Struct, frozen=True):
     """Sessions to replay and the share of earlier context that their turns find."""
 
     sessions: tuple[Session, ...]

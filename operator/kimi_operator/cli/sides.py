@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from kimi_operator.cli.asking import LENGTHS, Asked, make_plan, outlook_of, own_workload
 from kimi_operator.cli.changes import (
@@ -35,8 +37,7 @@ from kimi_operator.planner.predict import Prediction
 from kimi_operator.planner.units import counted
 
 
-@dataclass(frozen=True, slots=True)
-class _Side:
+class _Side(Struct, frozen=True):
     """One of two plans: its figures, or why it does not fit."""
 
     figures: list[Figure]

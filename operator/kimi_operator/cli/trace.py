@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+from msgspec import Struct
 from pydantic import Field
 
 from kimi_operator.api.base import ApiModel, parse
@@ -31,8 +31,7 @@ class TurnSpec(ApiModel):
     start_seconds: Seconds | None = Field(default=None, description="When the session begins; on its first turn only.")
 
 
-@dataclass(frozen=True, slots=True)
-class Trace:
+class Trace(Struct, frozen=True):
     """Recorded sessions by the places of their first lines; the earliest begins at 0 s."""
 
     sessions: dict[str, Session]

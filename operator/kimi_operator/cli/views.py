@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
+
+from msgspec.structs import replace
 
 from kimi_operator.cli import program_name
 from kimi_operator.cli.asking import asked_for, make_plan, outlook_of

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 
-@dataclass(frozen=True, slots=True)
-class Agents:
+class Agents(Struct, frozen=True):
     """What the sessions are like; numbers are at least 1. Lengths and thinking are exponential around their means, but
     for the first prompt, and for what is drawn from stated lengths."""
 
@@ -27,8 +27,7 @@ class Agents:
     """Equally likely answers; empty: they are exponential around `output_tokens`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
+class Turn(Struct, frozen=True):
     """One request of a session: what it adds to the context, what it answers, and how long until the next one."""
 
     new_tokens: int
@@ -36,8 +35,7 @@ class Turn:
     think_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Session:
+class Session(Struct, frozen=True):
     """A conversation that begins at `start_s`."""
 
     start_s: float

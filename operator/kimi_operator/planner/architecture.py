@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from kimi_operator.errors import InvalidSpec, Problem
 
@@ -13,8 +14,7 @@ MOST = 2**24
 MOST_LAYERS = 1024
 
 
-@dataclass(frozen=True, slots=True)
-class Vision:
+class Vision(Struct, frozen=True):
     """Vision tower and projector. They are part of the checkpoint; the bundled worker does not load them."""
 
     num_layers: int
@@ -26,8 +26,7 @@ class Vision:
     merge: tuple[int, int]
 
 
-@dataclass(frozen=True, slots=True)
-class Architecture:
+class Architecture(Struct, frozen=True):
     """Sizes of the model, in elements unless said otherwise. Layers are counted from 0."""
 
     name: str
@@ -132,8 +131,7 @@ def _check_agreement(a: Architecture, text: _Section) -> None:
             raise text.refuse(key, width, f"an even multiple of the {a.quant_group} weights that share a scale")
 
 
-@dataclass(frozen=True, slots=True)
-class _Section:
+class _Section(Struct, frozen=True):
     """One object of the config, with the path that errors name."""
 
     architecture: str

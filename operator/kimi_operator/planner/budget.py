@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from dataclasses import dataclass
 from typing import Protocol
+
+from msgspec import Struct
 
 from kimi_operator.planner.memory import MemoryLine
 from kimi_operator.planner.overflow import Overflow, find_overflow
@@ -41,8 +42,7 @@ class PoolDesign(Protocol):
         """Tokens of the longest request that so many units hold, 0 when they hold none."""
 
 
-@dataclass(frozen=True, slots=True)
-class PagePool:
+class PagePool(Struct, frozen=True):
     """The bundled worker: KV pages of a few tokens, and a state slot a request, apart from each other."""
 
     page_size_tokens: int
@@ -70,8 +70,7 @@ class PagePool:
         return num_units * self.page_size_tokens
 
 
-@dataclass(frozen=True, slots=True)
-class BlockPool:
+class BlockPool(Struct, frozen=True):
     """vLLM: blocks of one size for rows and for state, so a short request pays for its state in blocks."""
 
     layout: BlockLayout
@@ -95,8 +94,7 @@ class BlockPool:
         return self.layout.longest(num_units)
 
 
-@dataclass(frozen=True, slots=True)
-class Captures:
+class Captures(Struct, frozen=True):
     """Memory of captured graphs, which grows with MAX_NUM_SEQS: one graph for each batch size up to twice it."""
 
     bytes_each: int
@@ -118,8 +116,7 @@ class Captures:
         return above if above <= most else _CAPTURED[bisect_right(_CAPTURED, num_seqs) - 1]
 
 
-@dataclass(frozen=True, slots=True)
-class Budget:
+class Budget(Struct, frozen=True):
     """The memory of one GPU: what is spent before the pool, and how the pool is cut."""
 
     memory: int

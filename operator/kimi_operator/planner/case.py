@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import StrEnum
+
+from msgspec import Struct
 
 from kimi_operator.api.deployment import Role
 from kimi_operator.errors import InvalidSpec, Problem
@@ -37,8 +38,7 @@ class Limit(StrEnum):
         return self in (Limit.GRAPHS, Limit.SLOTS, Limit.PAGES)
 
 
-@dataclass(frozen=True, slots=True)
-class Timing:
+class Timing(Struct, frozen=True):
     """Predicted times of the layout at hand."""
 
     decode_step_s: Callable[[int, int], float]
@@ -50,8 +50,7 @@ class Timing:
     prefill_band_s: Callable[[int, int], tuple[float, float]] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Case:
+class Case(Struct, frozen=True):
     """One role of one layout under one workload."""
 
     workload: Workload
@@ -91,8 +90,7 @@ class Case:
         return self.workload.within(self.max_positions)
 
 
-@dataclass(frozen=True, slots=True)
-class Bound:
+class Bound(Struct, frozen=True):
     """What one limit alone would allow."""
 
     limit: Limit
@@ -100,8 +98,7 @@ class Bound:
     how: str
 
 
-@dataclass(frozen=True, slots=True)
-class Solution:
+class Solution(Struct, frozen=True):
     """Settings of a lane, and why they are not larger."""
 
     max_num_seqs: int
@@ -123,8 +120,7 @@ class Solution:
     """Targets that they meet by less than the prediction's band."""
 
 
-@dataclass(frozen=True, slots=True)
-class Stretch:
+class Stretch(Struct, frozen=True):
     """Contexts, all requests being that long, over which one thing binds."""
 
     first_tokens: int

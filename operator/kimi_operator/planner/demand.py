@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
 from fractions import Fraction
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from kimi_operator.api.deployment import Role
 from kimi_operator.api.profile import DType
@@ -25,8 +27,7 @@ Speed = Callable[[DType, Workload], TimingOf]
 """Times of a workload by shape and groups, with cached rows of a type. Raises InvalidSpec when too little is known."""
 
 
-@dataclass(frozen=True, slots=True)
-class Demand:
+class Demand(Struct, frozen=True):
     """A workload that the model can serve, and how fast the hardware is where that matters."""
 
     workload: Workload

@@ -6,7 +6,8 @@ Like for like: the same bytes, rows of the same type, requests of the same lengt
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from kimi_operator.planner.architecture import Architecture
 from kimi_operator.planner.memory import ITEMSIZE
@@ -18,8 +19,7 @@ FP8_ITEMSIZE = 1
 SHORTEST_CONTEXT, NEXT_CONTEXT = 1024, 4
 
 
-@dataclass(frozen=True, slots=True)
-class DesignRow:
+class DesignRow(Struct, frozen=True):
     """Requests of one length on one lane at once, each design cut for them."""
 
     context_tokens: int
@@ -32,8 +32,7 @@ class DesignRow:
     unified_fp8: int
 
 
-@dataclass(frozen=True, slots=True)
-class Designs:
+class Designs(Struct, frozen=True):
     """One role's pool in both designs; cached rows are of the plan's type unless said otherwise."""
 
     pool_bytes: int
@@ -48,8 +47,7 @@ class Designs:
     rows: tuple[DesignRow, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Apart:
+class _Apart(Struct, frozen=True):
     """Pages and a slot a request, with no slots for handoffs."""
 
     page_size_tokens: int

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeAlias
+
+from msgspec import Struct
 
 from kimi_operator.errors import InvalidSpec, Problem
 
@@ -45,8 +46,7 @@ NOTE_TOLERANCE = 0.001
 """How far, relatively, a note's value may lie from the one that its reason was written for."""
 
 
-@dataclass(frozen=True, slots=True)
-class Figure:
+class Figure(Struct, frozen=True):
     """One row."""
 
     section: str
@@ -67,8 +67,7 @@ class Figure:
         return len(str(self.published).partition(".")[2])
 
 
-@dataclass(frozen=True, slots=True)
-class Computed:
+class Computed(Struct, frozen=True):
     """What the planner says about a row, and how it gets there."""
 
     value: Value
@@ -81,8 +80,7 @@ class Computed:
     """Of a note: the value that its reason was written for."""
 
 
-@dataclass(frozen=True, slots=True)
-class Explained:
+class Explained(Struct, frozen=True):
     """Why a published figure does not reconcile with the value that is computed for it."""
 
     reason: str
@@ -96,8 +94,7 @@ class Explained:
         return self.reason.replace("{times}", f"{computed / self.published:.1f}")
 
 
-@dataclass(frozen=True, slots=True)
-class Checked:
+class Checked(Struct, frozen=True):
     """A row, judged."""
 
     figure: Figure

@@ -13,9 +13,11 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TypeAlias
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from kimi_operator.planner.predict import (
     Anchor,
@@ -48,8 +50,7 @@ class Nearness(StrEnum):
     BORROWED = "borrowed"
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
+class Sample(Struct, frozen=True):
     """One measured time of a decode step or of a prefill."""
 
     name: str
@@ -67,8 +68,7 @@ class Sample:
         return Anchor(self.setup, self.load, self.measured_s)
 
 
-@dataclass(frozen=True, slots=True)
-class Residual:
+class Residual(Struct, frozen=True):
     """A sample beside what was predicted for it, with a band that the sample itself had no part in (if held out)."""
 
     sample: Sample
@@ -86,8 +86,7 @@ class Residual:
         return self.predicted.low <= self.sample.measured_s * 1e3 <= self.predicted.high
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
+class Change(Struct, frozen=True):
     """What a measured run does to the factor. Errors are predicted over measured less one, in the samples' order."""
 
     before: Calibration

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
 
+from msgspec import Struct
 from pydantic.alias_generators import to_camel
 
 from kimi_operator.api.profile import Device, DType, HardwareProfileSpec, RuntimeSpec
@@ -54,8 +54,7 @@ def expert_format(runtime: RuntimeSpec) -> ExpertFormat:
     return ExpertFormat.MXFP4 if runtime.device is Device.CUDA else ExpertFormat(runtime.dtype.value)
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryLine:
+class MemoryLine(Struct, frozen=True):
     """One line of a GPU's memory."""
 
     label: str
@@ -67,8 +66,7 @@ class MemoryLine:
     """Nothing of the bundled worker lies there while it runs."""
 
 
-@dataclass(frozen=True, slots=True)
-class GroupShape:
+class GroupShape(Struct, frozen=True):
     """How many ranks share what."""
 
     nodes: int
@@ -137,8 +135,7 @@ def _sum_text(parts: dict[Part, int]) -> str:
     return " + ".join(f"{part} {bytes_text(amount)}" for part, amount in parts.items())
 
 
-@dataclass(frozen=True, slots=True)
-class _Reserve:
+class _Reserve(Struct, frozen=True):
     """One field of the profile's reserve, as a line."""
 
     field: str

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
 from functools import cached_property
 from statistics import fmean
 from typing import TypeVar
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from kimi_operator.planner.case import Solution, Timing
 from kimi_operator.planner.memory import GroupShape
@@ -42,8 +44,7 @@ def mean_request(workload: Workload) -> Request:
     return Request(prompt, output, reused, pairs / token_pairs(computed, reused))
 
 
-@dataclass(frozen=True)
-class Forecast:
+class Forecast(Struct, frozen=True, dict=True):
     """Predicted times of one workload on any layout of one chip and engine.
 
     Values rank, bands do not: those of all layouts come from the same factors, so they do not change an order.
@@ -55,12 +56,14 @@ class Forecast:
     prefill: Calibration
     chunk_tokens: int
     """Most prompt tokens of one step."""
-    _points: dict[tuple[Layout, int, int], CurvePoint] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
-    _seconds: dict[tuple[Setup, DecodeLoad | PrefillLoad], float] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
+
+    @cached_property
+    def _points(self) -> dict[tuple[Layout, int, int], CurvePoint]:
+        return {}
+
+    @cached_property
+    def _seconds(self) -> dict[tuple[Setup, DecodeLoad | PrefillLoad], float]:
+        return {}
 
     @cached_property
     def request(self) -> Request:

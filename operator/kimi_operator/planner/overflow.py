@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from kimi_operator.api.deployment import Role
 from kimi_operator.planner.layout import MAX_NODES
@@ -11,8 +12,7 @@ from kimi_operator.planner.memory import GroupShape, MemoryLine
 from kimi_operator.planner.units import bytes_text
 
 
-@dataclass(frozen=True, slots=True)
-class Overflow:
+class Overflow(Struct, frozen=True):
     """Lines that need more than a GPU's memory. All sizes are of one GPU."""
 
     memory: int

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from kimi_operator.api.deployment import (
     KimiDeploymentSpec,
@@ -40,8 +41,7 @@ MAY_SHRINK = (
 """All memory is used, so pages cannot rise with it at every step where the running requests do too."""
 
 
-@dataclass(frozen=True, slots=True)
-class RolePlan:
+class RolePlan(Struct, frozen=True):
     """Limits and pools of one role. A lane's pages lie whole on each of its ranks, its slots by heads."""
 
     role: Role
@@ -63,8 +63,7 @@ class RolePlan:
     """What limits concurrency, and from which context on."""
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(Struct, frozen=True):
     """What the operator runs a deployment with."""
 
     architecture: str
@@ -88,8 +87,7 @@ class Plan:
         return self.prefill if role is Role.PREFILL else self.decode
 
 
-@dataclass(frozen=True, slots=True)
-class Infeasible:
+class Infeasible(Struct, frozen=True):
     """Why no plan exists; each problem names a field, its value, what is needed and the nearest remedy."""
 
     problems: tuple[Problem, ...]
@@ -100,8 +98,7 @@ class Infeasible:
         return "; ".join(str(problem) for problem in self.problems)
 
 
-@dataclass(frozen=True, slots=True)
-class _Cut:
+class _Cut(Struct, frozen=True):
     """The pools of a role, and how they were solved; None where no workload is stated."""
 
     room: Room

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from kimi_operator.api.deployment import KimiDeploymentSpec, Role, Transport
 from kimi_operator.api.profile import DType, HardwareProfileSpec, LimitsSpec
@@ -24,8 +24,7 @@ from kimi_operator.planner.overflow import find_overflow, nearest_text, nearest_
 from kimi_operator.planner.units import bytes_text, ceil_div, counted
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
+class Settings(Struct, frozen=True):
     """Inputs with every Auto resolved."""
 
     architecture: Architecture
@@ -39,8 +38,7 @@ class Settings:
     """What makes it shorter."""
 
 
-@dataclass(frozen=True, slots=True)
-class Units:
+class Units(Struct, frozen=True):
     """What pools are cut from and into, on one GPU, in bytes."""
 
     free: int
@@ -63,8 +61,7 @@ class Units:
         return self.num_pages(max_num_seqs) >= self.pages_needed
 
 
-@dataclass(frozen=True, slots=True)
-class Room:
+class Room(Struct, frozen=True):
     """The pools of one role."""
 
     role: Role

@@ -15,8 +15,10 @@ import math
 import statistics
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
 from functools import cache
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from kimi_operator.planner.memory import GroupShape
 from kimi_operator.planner.roofline import (
@@ -44,8 +46,7 @@ _VARIED: dict[type[DecodeLoad | PrefillLoad], tuple[str, ...]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Prediction:
+class Prediction(Struct, frozen=True):
     """A figure, the band around it, what it was calibrated on, and the summands that it was scaled from."""
 
     value: float
@@ -62,8 +63,7 @@ class Prediction:
         return replace(self, value=self.value * factor, low=self.low * factor, high=self.high * factor, unit=unit)
 
 
-@dataclass(frozen=True, slots=True)
-class Anchor:
+class Anchor(Struct, frozen=True):
     """A measured time that a factor is fitted on, in seconds."""
 
     setup: Setup
@@ -71,8 +71,7 @@ class Anchor:
     measured_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Calibration:
+class Calibration(Struct, frozen=True):
     """One factor of a chip and engine, and how far it may be off."""
 
     anchors: tuple[Anchor, ...]
@@ -168,8 +167,7 @@ def _refits(calibration: Calibration, names: tuple[str, ...]) -> tuple[tuple[Con
     return tuple((constants, calibration.factor(constants)) for constants in corners)
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(Struct, frozen=True):
     """What a request asks for on average, in tokens. `cached_tokens` of the prompt are reused, not computed."""
 
     prompt_tokens: int
@@ -189,8 +187,7 @@ class Request:
         return PrefillLoad(new, self.cached_tokens, chunk_tokens, busy_lanes, self.pairs_factor)
 
 
-@dataclass(frozen=True, slots=True)
-class Capacity:
+class Capacity(Struct, frozen=True):
     """What a decode lane can hold at once."""
 
     max_num_seqs: int
@@ -204,8 +201,7 @@ class Capacity:
         return (by_pages, "KV pages") if by_pages < self.max_num_seqs else (self.max_num_seqs, "maxNumSeqs")
 
 
-@dataclass(frozen=True, slots=True)
-class Side:
+class Side(Struct, frozen=True):
     """One role as a whole: `groups` equal groups and how their times are calibrated."""
 
     setup: Setup
@@ -213,11 +209,10 @@ class Side:
     groups: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillSide(Side):
+class PrefillSide(Side, frozen=True, kw_only=True):
     """Prefill as a whole."""
 
-    chunk_tokens: int = field(kw_only=True)
+    chunk_tokens: int
     """Most prompt tokens of one step."""
 
     def busy_lanes(self, concurrency: int) -> int:
@@ -225,8 +220,7 @@ class PrefillSide(Side):
         return min(self.setup.shape.lanes, ceil_div(concurrency, self.groups))
 
 
-@dataclass(frozen=True, slots=True)
-class CurvePoint:
+class CurvePoint(Struct, frozen=True):
     """Throughput when clients keep `concurrency` requests going."""
 
     concurrency: int
@@ -287,8 +281,7 @@ def _step_ms(decode: Side, request: Request, running: int) -> Prediction:
     return decode_step_ms(decode.setup, load, decode.calibration)
 
 
-@dataclass(frozen=True, slots=True)
-class _Feed:
+class _Feed(Struct, frozen=True):
     """Prefill seen from decode, for value, slow and fast end: seconds an output token, and tokens/s at most."""
 
     seconds: Callable[[int], tuple[float, float, float]]

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from itertools import islice
+
+from msgspec import Struct, field
 
 from kimi_operator.planner.served import Served
 from kimi_operator.planner.service import Service
 from kimi_operator.planner.units import ceil_div
 
 
-@dataclass(slots=True)
-class PrefillLane:
+class PrefillLane(Struct):
     """Prompts in order; only the first one can be computed in part."""
 
     prompts: deque[Served] = field(default_factory=deque)
@@ -78,8 +78,7 @@ class PrefillLane:
         return whole
 
 
-@dataclass(slots=True)
-class PrefillGroup:
+class PrefillGroup(Struct):
     """Lanes that step together."""
 
     lanes: Sequence[PrefillLane]

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from itertools import pairwise
+
+from msgspec import Struct, field
 
 from kimi_operator.planner.served import Cause, Level, Replayed, Served
 from kimi_operator.planner.service import Service
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(Struct, frozen=True):
     """One stretch of time."""
 
     start_s: float
@@ -31,8 +31,7 @@ class Row:
     """What requests spent most of their waiting on in this time, as in Cause; empty when none waited."""
 
 
-@dataclass(frozen=True, slots=True)
-class Summary:
+class Summary(Struct, frozen=True):
     """The whole replay in figures. Times in seconds; percentiles are None where no turn has such a time."""
 
     turns: int
@@ -144,8 +143,7 @@ def table(replayed: Replayed, service: Service, row_s: float) -> tuple[Row, ...]
     )
 
 
-@dataclass(slots=True)
-class _Stretch:
+class _Stretch(Struct):
     """Sums and peaks of a stretch of time."""
 
     start_s: float

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import cache
 from typing import TypeAlias
+
+from msgspec import Struct
 
 from kimi_operator.api.profile import DType
 from kimi_operator.planner.architecture import Architecture
@@ -37,8 +38,7 @@ SHORT_REQUEST_TOKENS = 2048 + 128
 """Prompt and answer of the published runs that show a cap on requests."""
 
 
-@dataclass(frozen=True, slots=True)
-class Given:
+class Given(Struct, frozen=True):
     """What the computations start from."""
 
     architecture: Architecture
@@ -51,8 +51,7 @@ class Given:
 Compute: TypeAlias = Callable[[Given], Value]
 
 
-@dataclass(frozen=True, slots=True)
-class Computation:
+class Computation(Struct, frozen=True):
     """How one row is computed."""
 
     compute: Compute

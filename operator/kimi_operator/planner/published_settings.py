@@ -8,7 +8,8 @@ solved for beside it, from what they left: there graphs bind short requests, and
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from msgspec import Struct
+from msgspec.structs import replace
 
 from kimi_operator.api.deployment import Role
 from kimi_operator.planner.architecture import Architecture
@@ -40,8 +41,7 @@ LENGTHS = (2176, 20_000, 97_920)
 """Tokens of a request that the published cause is solved for: short, middling, and as chosen for the row."""
 
 
-@dataclass(frozen=True, slots=True)
-class LeftByGraphs:
+class LeftByGraphs(Struct, frozen=True):
     """What captured graphs left beside the pool for so many requests a lane: too little (published)."""
 
     max_num_seqs: int
@@ -53,8 +53,7 @@ class LeftByGraphs:
         return len(Captures(1).sizes(self.max_num_seqs))
 
 
-@dataclass(frozen=True, slots=True)
-class PublishedSetting:
+class PublishedSetting(Struct, frozen=True):
     """One --max-num-seqs of the report, and the context that is chosen for it."""
 
     free: int

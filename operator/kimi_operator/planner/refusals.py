@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from enum import StrEnum
+
+from msgspec import Struct
 
 from kimi_operator.api.deployment import Role
 from kimi_operator.errors import Problem
@@ -24,8 +25,7 @@ class Reason(StrEnum):
     UNEVEN = "ranks that do not divide the experts"
 
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
+class Refusal(Struct, frozen=True):
     """A shape that cannot be a group of these roles."""
 
     roles: tuple[Role, ...]

@@ -21,9 +21,10 @@ import heapq
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
+
+from msgspec import Struct, field
 
 from kimi_operator.planner.agents import Session
 from kimi_operator.planner.prefill_lanes import PrefillGroup, PrefillLane, least_loaded
@@ -34,8 +35,7 @@ from kimi_operator.planner.units import ceil_div
 _PREFILL, _RUNNING, _PAGES, _SLOTS = range(len(Cause))
 
 
-@dataclass(slots=True)
-class _Lane:
+class _Lane(Struct):
     """A decode lane. Both queues are first in, first out: who does not fit holds back the next."""
 
     free_pages: int
@@ -49,8 +49,7 @@ class _Lane:
     """For a place in the batch."""
 
 
-@dataclass(slots=True)
-class _Group:
+class _Group(Struct):
     """Lanes that step together. Between two plans the batch stays the same."""
 
     lanes: Sequence[_Lane]
@@ -65,8 +64,7 @@ class _Group:
     """Sum of the batch's contexts, less those that steps have added: each has `steps` more than its part."""
 
 
-@dataclass(slots=True, kw_only=True)
-class _State:
+class _State(Struct, kw_only=True):
     """The service in the middle of it."""
 
     service: Service

@@ -12,14 +12,14 @@ from __future__ import annotations
 import itertools
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from kimi_operator.planner.served import Served
 from kimi_operator.planner.units import ceil_div
 
 
-@dataclass(frozen=True, slots=True)
-class Retention:
+class Retention(Struct, frozen=True):
     """A cache of `num_pages` under the turns of a replay, at the times that the replay gave them."""
 
     num_pages: int
@@ -40,8 +40,7 @@ class Retention:
         return self.found_tokens / self.context_tokens if self.context_tokens else 0.0
 
 
-@dataclass(slots=True)
-class _Cache:
+class _Cache(Struct):
     """Prompts by session, least recently used first, beside the pages of prompts that are being computed."""
 
     num_pages: int

@@ -6,9 +6,10 @@ Nothing here is fitted. `predict` multiplies the sums with one factor a chip and
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
+
+from msgspec import Struct
 
 from kimi_operator.planner.architecture import Architecture
 from kimi_operator.planner.memory import ExpertFormat, GroupShape, layer_state_bytes, row_bytes
@@ -19,8 +20,7 @@ ROW_ITEMSIZE = 2
 """Bytes an element of an activation between ranks (bfloat16)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Chip:
+class Chip(Struct, frozen=True):
     """What a GPU and its links could do at best, one way; None: nobody stated it. Each pair of a node has a link."""
 
     name: str
@@ -67,8 +67,7 @@ class Attention(StrEnum):
     the FLOPs, each many times as long."""
 
 
-@dataclass(frozen=True, slots=True)
-class Engine:
+class Engine(Struct, frozen=True):
     """What software runs, as far as bytes depend on it."""
 
     name: str
@@ -81,8 +80,7 @@ class Engine:
     attention: Attention = Attention.EXPANDED
 
 
-@dataclass(frozen=True, slots=True)
-class Setup:
+class Setup(Struct, frozen=True):
     """One group of one role: model, hardware, layout, engine."""
 
     architecture: Architecture
@@ -93,8 +91,7 @@ class Setup:
     graphs: Graphs = Graphs.FULL
 
 
-@dataclass(frozen=True, slots=True)
-class Constants:
+class Constants(Struct, frozen=True):
     """What is assumed of every chip. `ASSUMED_RANGES` says how far each may be off."""
 
     hbm_share: float = 0.70
@@ -132,8 +129,7 @@ ASSUMED_RANGES: dict[str, tuple[float, float]] = {
 """Least and most of each assumption that matters, from the sources beside `Constants`; others are as good as exact."""
 
 
-@dataclass(frozen=True, slots=True)
-class Term:
+class Term(Struct, frozen=True):
     """One summand of a time."""
 
     label: str
@@ -141,16 +137,14 @@ class Term:
     how: str
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeLoad:
+class DecodeLoad(Struct, frozen=True):
     """`concurrency` requests of one group, spread evenly over its lanes, each at `context_tokens`."""
 
     concurrency: int
     context_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillLoad:
+class PrefillLoad(Struct, frozen=True):
     """One prompt of a lane: `new_tokens` to compute after `cached_tokens` that a prefix gave, in chunks."""
 
     new_tokens: int

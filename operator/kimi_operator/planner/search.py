@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from kimi_operator.api.deployment import Role
 from kimi_operator.errors import InvalidSpec, Problem
@@ -17,8 +18,7 @@ from kimi_operator.planner.workload import check_lengths
 __all__ = ["Candidate", "Layout", "Reason", "Refusal", "Search", "SearchResult", "block_pools", "page_pools", "search"]
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(Struct, frozen=True):
     """A layout that fits, with the settings of both roles."""
 
     layout: Layout
@@ -43,8 +43,7 @@ class Candidate:
         return seqs * self.layout.lanes(Role.DECODE)
 
 
-@dataclass(frozen=True, slots=True)
-class SearchResult:
+class SearchResult(Struct, frozen=True):
     """Layouts that fit, best first, and shapes that do not, each with why and what would."""
 
     objective: str

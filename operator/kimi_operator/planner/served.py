@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
+from msgspec import Struct
 
-@dataclass(slots=True, kw_only=True)
-class Served:
+
+class Served(Struct, kw_only=True):
     """One turn as it went. Times in seconds from the start; it holds memory from `admitted_s` to `end_s`."""
 
     session: int
@@ -59,8 +59,7 @@ class Level(NamedTuple):
     """Requests that wait, for each Cause in its order."""
 
 
-@dataclass(frozen=True, slots=True)
-class Replayed:
+class Replayed(Struct, frozen=True):
     """All turns, in the order in which they were asked, and those that the context limit ended."""
 
     turns: tuple[Served, ...]

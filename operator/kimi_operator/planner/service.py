@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from kimi_operator.planner.predict import Side, roofline_s
 from kimi_operator.planner.roofline import DecodeLoad, PrefillLoad
@@ -14,8 +16,7 @@ _FAR = 2**20
 """A context, in tokens, beside 0: steps of both phases are affine in the context, so two are priced."""
 
 
-@dataclass(frozen=True, slots=True)
-class Lane:
+class Lane(Struct, frozen=True):
     """What a decode lane takes, as its worker is set."""
 
     num_pages: int
@@ -39,8 +40,7 @@ class Chunk(NamedTuple):
     """Prompts that they are of."""
 
 
-@dataclass(frozen=True, slots=True)
-class Service:
+class Service(Struct, frozen=True):
     """What serves the sessions, and how long work takes."""
 
     lane: Lane

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
 from functools import cached_property
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from kimi_operator.api.deployment import Role
 from kimi_operator.api.profile import DType, HardwareProfileSpec
@@ -29,8 +31,7 @@ from kimi_operator.planner.unified import block_layout
 from kimi_operator.planner.workload import Workload
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
+class Layout(Struct, frozen=True):
     """Groups of both roles. Lanes are data parallel, and all ranks of a group share its experts."""
 
     prefill: GroupShape
@@ -63,8 +64,7 @@ def _no_wait(_layout: Layout, _decode: Solution) -> None:
     """Without predictions nobody can say what waits."""
 
 
-@dataclass(frozen=True)
-class Search:
+class Search(Struct, frozen=True, dict=True):
     """What to search. One hardware profile for all nodes."""
 
     architecture: Architecture
@@ -89,9 +89,6 @@ class Search:
     then the fewest prefill groups win: capacity knows nothing of how fast prompts come."""
     queued: Callable[[Layout, Solution], Judged | None] = _no_wait
     """(layout, decode) -> a target TTFT beside the wait for a prefill lane; None where nothing waits."""
-    _solved: dict[tuple[Role, GroupShape, int], Solution | Problem] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
 
     def outcome(self, role: Role, shape: GroupShape, groups: int) -> Solution | Problem:
         """One role of one layout, solved once."""
@@ -114,6 +111,10 @@ class Search:
     def longest(self) -> int:
         """Tokens that a request may have."""
         return longest_request(self.architecture, self.max_model_len)
+
+    @cached_property
+    def _solved(self) -> dict[tuple[Role, GroupShape, int], Solution | Problem]:
+        return {}
 
     @cached_property
     def _served(self) -> Workload:

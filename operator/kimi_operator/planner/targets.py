@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from kimi_operator.api.deployment import Role
 from kimi_operator.errors import Problem
@@ -14,8 +15,7 @@ TPOT, TTFT = "workload.targets.tpotSeconds", "workload.targets.ttftSeconds"
 TARGETS = (TPOT, TTFT)
 
 
-@dataclass(frozen=True, slots=True)
-class Judged:
+class Judged(Struct, frozen=True):
     """A target and the predicted time that it is held against, in seconds."""
 
     field: str

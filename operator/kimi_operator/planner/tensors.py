@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from enum import Enum, StrEnum
 from functools import cache
+
+from msgspec import Struct
 
 from kimi_operator.planner.architecture import Architecture, Vision
 from kimi_operator.planner.units import ceil_div
@@ -64,8 +65,7 @@ class Held(StrEnum):
     PACKED = "as the experts' format says"
 
 
-@dataclass(frozen=True, slots=True)
-class Tensor:
+class Tensor(Struct, frozen=True):
     """One tensor of the file, or one for each expert when the name holds {expert}."""
 
     name: str

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from kimi_operator.planner.pressure import times
 from kimi_operator.planner.served import Served
 from kimi_operator.planner.units import ceil_div
 
 
-@dataclass(frozen=True, slots=True)
-class TurnRow:
+class TurnRow(Struct, frozen=True):
     """The turns of all sessions from number `first` to `last`, which count from 1. Times in seconds, as in Summary."""
 
     first: int

@@ -7,7 +7,7 @@ So a request takes one block for each KDA group, however short it is, and one mo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from kimi_operator.planner.architecture import Architecture
 from kimi_operator.planner.memory import layer_row_bytes, layer_state_bytes
@@ -19,8 +19,7 @@ PADDING_LIMIT = 1.5
 """Kinds of layers whose numbers differ by less than this factor are padded to one group each."""
 
 
-@dataclass(frozen=True, slots=True)
-class BlockLayout:
+class BlockLayout(Struct, frozen=True):
     """One block, and how many of them a request takes."""
 
     block_tokens: int
@@ -67,8 +66,7 @@ def _layers_per_group(*kinds: int) -> int:
     return most if most < PADDING_LIMIT * fewest else fewest
 
 
-@dataclass(frozen=True, slots=True)
-class UnifiedPool:
+class UnifiedPool(Struct, frozen=True):
     """The blocks that one rank's KV memory holds; a lane's ranks all hold the same ones."""
 
     layout: BlockLayout

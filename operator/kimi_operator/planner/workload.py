@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 from statistics import NormalDist
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from kimi_operator.api.base import parse
 from kimi_operator.api.deployment import Role
@@ -24,8 +26,7 @@ LONGEST_PERCENTILE = 0.99
 _P95 = NormalDist().inv_cdf(0.95)
 
 
-@dataclass(frozen=True)
-class Lengths:
+class Lengths(Struct, frozen=True, dict=True):
     """A distribution of lengths in tokens: equally likely `points`, ascending, and the `longest` that must fit."""
 
     points: tuple[int, ...]
@@ -103,8 +104,7 @@ def empirical(observed: tuple[int, ...]) -> Lengths:
     )
 
 
-@dataclass(frozen=True)
-class Workload:
+class Workload(Struct, frozen=True, dict=True):
     """Requests as a lane sees them. Prompt and output lengths are independent of each other, unless a tail was cut."""
 
     prompt: Lengths

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from kimi_operator.api.contradictions import PARTITIONS, num_partitions
 from kimi_operator.api.profile import (
@@ -38,8 +39,7 @@ MOST_SHOWN = 80
 """Characters of a wrong value in a message. The API server bounds labels; a file may hold anything."""
 
 
-@dataclass(frozen=True, slots=True)
-class GpuLabels:
+class GpuLabels(Struct, frozen=True):
     """What a node's labels say of its GPUs, which are all alike; None where no label says it."""
 
     node: str
@@ -56,8 +56,7 @@ class GpuLabels:
         return f"label amd.com/gpu.{name} of node {self.node}"
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
+class Share(Struct, frozen=True):
     """Which part of its card one GPU is."""
 
     chip: str
@@ -99,8 +98,7 @@ class Share:
         return f"{self.compute_units} of {self.card.compute_units} compute units"
 
 
-@dataclass(frozen=True, slots=True)
-class Match:
+class Match(Struct, frozen=True):
     """The profile of a node's GPUs; `share` is None where the profile does not describe its card."""
 
     profile: str
@@ -109,8 +107,7 @@ class Match:
     """What to know beside the match."""
 
 
-@dataclass(frozen=True, slots=True)
-class Refused:
+class Refused(Struct, frozen=True):
     """Why a node's GPUs have no profile."""
 
     problems: tuple[Problem, ...]

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import yaml
+from msgspec import Struct
 
 from kimi_operator.api.base import dump
 from kimi_operator.api.contradictions import SLOWEST_MEMORY
@@ -50,8 +50,7 @@ MOST_GPUS = 64
 CHECK_PLUGIN = "check that AMD's device plugin runs on the node"
 
 
-@dataclass(frozen=True, slots=True)
-class NodeFacts:
+class NodeFacts(Struct, frozen=True):
     """What a node says of its GPUs, in labels and in its capacity."""
 
     labels: GpuLabels

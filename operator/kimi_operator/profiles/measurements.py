@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import yaml
+from msgspec import Struct
+from msgspec.structs import replace
 from pydantic import Field
 
 from kimi_operator.api.base import ApiModel, parse
@@ -150,8 +151,7 @@ class MeasurementFile(ApiModel):
     float32: dict[str, Float32Figures] = Field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class RateSample:
+class RateSample(Struct, frozen=True):
     """A measured throughput of one group of each role. Nothing is fitted on it."""
 
     name: str
@@ -165,8 +165,7 @@ class RateSample:
     """What would explain that the curve misses it; empty where nothing has to be explained."""
 
 
-@dataclass(frozen=True, slots=True)
-class Measurements:
+class Measurements(Struct, frozen=True):
     """The file, read."""
 
     links: Mapping[str, float]

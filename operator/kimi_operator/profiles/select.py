@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from kimi_operator.api.deployment import KimiDeploymentSpec, Role
 from kimi_operator.api.profile import HardwareProfile

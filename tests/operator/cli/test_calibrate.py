@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,6 +23,7 @@ from kimi_operator.planner.predict import roofline_s
 from kimi_operator.planner.roofline import DecodeLoad, Setup
 from kimi_operator.profiles import architecture, built_in_profiles
 from kimi_operator.profiles.measurements import built_in_measurements, calibration_for, worker_engine
+from msgspec.structs import replace
 from pydantic.alias_generators import to_camel
 
 MI300X = built_in_profiles()["mi300x"]

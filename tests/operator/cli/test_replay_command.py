@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -221,7 +221,7 @@ def test_the_paces_cover_the_bands_of_every_turn(trace: Trace, source: float | s
         turns = (turn("a", 150_000, 10), turn("a", 150_000, 10), turn("a", 2000, 10), turn("b", 100, 10))
         flags = SessionFlags(trace=trace(*turns), reuse=1.0)
     else:
-        flags = replace(flags, reuse=float(source))
+        flags = dataclasses.replace(flags, reuse=float(source))
     asked = asked_sessions(flags)
     planned = make_plan(asked_for([], DeploymentFlags(chip="mi300x", nodes=4), WorkloadFlags()))
     outcome = replay_on(planned, asked, 10)

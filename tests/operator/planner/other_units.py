@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, fields, replace
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from kimi_operator.planner import memory, predict, roofline, unified
 from kimi_operator.planner.roofline import ASSUMED, ASSUMED_RANGES, Chip, Setup
 from kimi_operator.planner.tensors import Tensor
 from kimi_operator.profiles.measurements import built_in_measurements
+from msgspec.structs import asdict, fields, force_setattr, replace
 
 LATENCIES = [field.name for field in fields(ASSUMED) if field.name.endswith("_s")]
 RATES = [field.name for field in fields(Chip) if field.name.endswith(("_per_second", "_flops"))]
@@ -69,11 +69,11 @@ def shorter_seconds(k: int) -> Iterator[None]:
         try:
             # the one value is the default of many arguments, so it is changed in place
             for name, seconds in before.items():
-                object.__setattr__(ASSUMED, name, seconds * k)
+                force_setattr(ASSUMED, name, seconds * k)
             yield
         finally:
             for name, seconds in before.items():
-                object.__setattr__(ASSUMED, name, seconds)
+                force_setattr(ASSUMED, name, seconds)
 
 
 @contextmanager

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from kimi_operator.planner.service import Lane, Service, paced
+from msgspec.structs import replace
 
 LANE = Lane(
     num_pages=10_000, page_size_tokens=64, num_slots=40, max_running=32, max_context=100_000, max_queued=64,

@@ -7,7 +7,6 @@ import json
 import math
 import re
 import statistics
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +20,7 @@ from kimi_operator.planner.predict import roofline_s
 from kimi_operator.planner.roofline import ASSUMED, ASSUMED_RANGES, DecodeLoad, PrefillLoad
 from kimi_operator.profiles.figures import published_figures
 from kimi_operator.profiles.measurements import built_in_measurements
+from msgspec.structs import replace
 
 SAMPLES = built_in_measurements().samples
 RATES = built_in_measurements().rates

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from dataclasses import replace
 
 import pytest
 from kimi_operator.api.base import parse
@@ -23,6 +22,7 @@ from kimi_operator.profiles.measurements import (
     read_measurements,
     worker_engine,
 )
+from msgspec.structs import replace
 
 K3 = architecture("kimi-k3")
 BUILT_IN = built_in_measurements()

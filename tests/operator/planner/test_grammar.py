@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,6 +20,7 @@ from kimi_operator.planner.units import binding, counted
 from kimi_operator.planner.workload import empirical, fixed, log_normal, read_workload, uniform
 from kimi_operator.profiles import architecture, built_in_profiles
 from kimi_operator.profiles.forecast import forecast_of, plan_on
+from msgspec.structs import replace
 
 NOUNS = "GPU|agent|answer|group|heading|lane|layout|length|node|page|prompt|rank|request|shape|slot|token|turn"
 ONE_OF_SEVERAL = re.compile(rf"(?<![0-9.,/])1 (prompt |observed |KV |state )?({NOUNS})s\b")

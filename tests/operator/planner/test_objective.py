@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -17,6 +16,7 @@ from kimi_operator.planner.search import Layout, Search, block_pools, page_pools
 from kimi_operator.planner.workload import Workload, fixed
 from kimi_operator.profiles import architecture, built_in_profiles
 from kimi_operator.profiles.measurements import built_in_measurements, calibration_for
+from msgspec.structs import replace
 
 K3 = architecture("kimi-k3")
 PROFILE = built_in_profiles()["mi325x"]

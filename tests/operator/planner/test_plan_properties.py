@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -25,14 +24,15 @@ from kimi_operator.planner.plan import MAY_SHRINK, RolePlan
 from kimi_operator.planner.solve import solve
 from kimi_operator.planner.workload import Workload, fixed
 from kimi_operator.profiles import architecture, built_in_profiles
+from msgspec import Struct
+from msgspec.structs import replace
 
 K3 = architecture("kimi-k3")
 MI300X = built_in_profiles()["mi300x"]
 GIB = 2**30
 
 
-@dataclass(frozen=True)
-class Asked:
+class Asked(Struct, frozen=True):
     """What a plan is asked for; None leaves a limit to the plan."""
 
     spare: int

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 from kimi_operator.planner.fit import Use, calibrate, predict_ms, residuals, stated
@@ -30,6 +29,7 @@ from kimi_operator.planner.roofline import (
 )
 from kimi_operator.profiles.figures import published_figures
 from kimi_operator.profiles.measurements import calibration_for
+from msgspec.structs import replace
 from published_setups import BUILT_IN, DECODE, EP16, FACTOR_2, INT4, K3, MI300X, MI325X, TP8
 
 NOTES = {figure.name: figure for figure in published_figures() if figure.section == "throughput"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from kimi_operator.planner.roofline import DecodeLoad
 from kimi_operator.profiles import architecture
 from kimi_operator.profiles.figures import published_figures
 from kimi_operator.profiles.measurements import built_in_measurements
+from msgspec.structs import replace
 
 FIGURES = published_figures()
 MEASURED = built_in_measurements()

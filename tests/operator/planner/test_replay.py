@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from kimi_operator.planner.served import Served
 from kimi_operator.planner.service import Chunk, Service, predicted_service
 from kimi_operator.profiles import architecture, built_in_profiles
 from kimi_operator.profiles.measurements import built_in_measurements, calibration_for, worker_engine
+from msgspec.structs import replace
 from replay_services import FLAT, TIGHT, changed
 
 AGENTS = Agents(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 from kimi_operator.planner.agents import Agents, draw
@@ -13,6 +12,7 @@ from kimi_operator.planner.retention import Retention, retention
 from kimi_operator.planner.served import Served
 from kimi_operator.planner.service import Lane, Service
 from kimi_operator.planner.turns import by_turn
+from msgspec.structs import replace
 
 AGENTS = Agents(
     sessions=12, turns=6, first_prompt_tokens=900, turn_tokens=250, output_tokens=60, think_s=4.0, ramp_s=10.0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from dataclasses import replace
 
 import pytest
 from kimi_operator.planner.memory import ExpertFormat, GroupShape
@@ -31,6 +30,7 @@ from kimi_operator.planner.roofline import (
 from kimi_operator.planner.tensors import Part, Placement, tensor_table
 from kimi_operator.profiles import built_in_profiles
 from kimi_operator.profiles.measurements import worker_engine
+from msgspec.structs import replace
 from published_setups import BUILT_IN, DECODE, EP16, K3, MI300X, TP8
 
 # Distinct experts

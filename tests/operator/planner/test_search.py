@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,6 +24,7 @@ from kimi_operator.planner.search import (
 )
 from kimi_operator.planner.workload import Workload, fixed, log_normal
 from kimi_operator.profiles import architecture, built_in_profiles
+from msgspec.structs import replace
 
 K3, TINY = architecture("kimi-k3"), architecture("kimi-k3-tiny")
 SHORT = Workload(fixed(2048), fixed(128))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from kimi_operator.planner.search import Candidate, Layout, Search, page_pools, 
 from kimi_operator.planner.workload import Workload, read_workload
 from kimi_operator.profiles import architecture, built_in_profiles
 from kimi_operator.profiles.forecast import forecast_of, plan_on
+from msgspec.structs import replace
 
 K3 = architecture("kimi-k3")
 PROFILES = built_in_profiles()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -16,6 +15,7 @@ from kimi_operator.planner.solve import solve, stretches, unused
 from kimi_operator.planner.unified import block_layout
 from kimi_operator.planner.workload import Workload, fixed
 from kimi_operator.profiles import architecture, built_in_profiles
+from msgspec.structs import replace
 
 GIB = 2**30
 K3, TINY = architecture("kimi-k3"), architecture("kimi-k3-tiny")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -20,6 +19,7 @@ from kimi_operator.planner.solve import solve, stretches, unused
 from kimi_operator.planner.unified import block_layout
 from kimi_operator.planner.workload import Lengths, Workload, empirical, fixed, log_normal, uniform
 from kimi_operator.profiles import architecture
+from msgspec.structs import replace
 
 GIB = 2**30
 K3, TINY = architecture("kimi-k3"), architecture("kimi-k3-tiny")

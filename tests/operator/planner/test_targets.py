@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from kimi_operator.planner.targets import TPOT, TTFT
 from kimi_operator.planner.workload import Workload, fixed
 from kimi_operator.profiles import architecture, built_in_profiles
 from kimi_operator.profiles.forecast import forecast_of, plan_on
+from msgspec.structs import replace
 
 K3, MI300X = architecture("kimi-k3"), built_in_profiles()["mi300x"]
 BF16 = MI300X.spec.runtime.kv_cache_dtype

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import replace
 
 import pytest
 from kimi_operator.planner.fit import calibrate
@@ -24,6 +23,7 @@ from kimi_operator.planner.roofline import (
     PrefillLoad,
     Setup,
 )
+from msgspec.structs import replace
 from published_setups import BUILT_IN, DECODE, FACTOR_2, INT4, K3, MI300X, TP8
 
 LANE = Setup(K3, MI300X, TP8, INT4)

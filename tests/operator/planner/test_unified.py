@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from kimi_operator.planner import Plan
 from kimi_operator.planner.designs import Designs, compare_designs
 from kimi_operator.planner.unified import BlockLayout, UnifiedPool, block_layout
 from kimi_operator.profiles import architecture
+from msgspec.structs import replace
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 K3 = architecture("kimi-k3")
@@ -35,9 +35,9 @@ def test_block_size_follows_from_the_state_of_a_layer(
 
 def test_layers_of_nearly_equal_number_share_one_group_size() -> None:
     """13 and 12 layers are padded to 13 each, not cut into groups of 12."""
-    near = dataclasses.replace(K3, num_layers=25, mla_layers=frozenset(range(13)))
+    near = replace(K3, num_layers=25, mla_layers=frozenset(range(13)))
     assert (block_layout(near, 2, FP8).row_groups, block_layout(near, 2, FP8).state_groups) == (1, 1)
-    far = dataclasses.replace(K3, num_layers=25, mla_layers=frozenset(range(20)))
+    far = replace(K3, num_layers=25, mla_layers=frozenset(range(20)))
     assert (block_layout(far, 2, FP8).row_groups, block_layout(far, 2, FP8).state_groups) == (4, 1)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -31,6 +30,8 @@ from kimi_operator.planner.unified import block_layout
 from kimi_operator.planner.units import bytes_text
 from kimi_operator.planner.workload import Workload, empirical, fixed
 from kimi_operator.profiles import architecture, built_in_profiles
+from msgspec import Struct
+from msgspec.structs import replace
 from other_units import (
     in_units,
     larger_rows,
@@ -50,8 +51,7 @@ SPARES = st.builds(lambda gib, rest: gib * GIB + rest, st.sampled_from(range(41)
 """Bytes up to 40 GiB, small ones no likelier than large ones."""
 
 
-@dataclass(frozen=True)
-class Asked:
+class Asked(Struct, frozen=True):
     """What a plan is asked for; None leaves it to the plan."""
 
     spare: int

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import replace
 from fractions import Fraction
 from functools import cache
 from pathlib import Path
@@ -58,6 +57,7 @@ from kimi_operator.planner.search import Layout
 from kimi_operator.planner.solve import MOST_SEQS, solve
 from kimi_operator.planner.workload import Workload, fixed
 from kimi_operator.profiles.forecast import plan_on
+from msgspec.structs import replace
 from other_units import (
     numbers,
     profile_in_bytes,

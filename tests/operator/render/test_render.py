@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from kimi_operator.api import HardwareProfile, KimiDeploymentSpec, Role, dump, parse
 from kimi_operator.cli.manifests import read_and_plan
@@ -411,7 +412,7 @@ def test_settings_are_made_anew_only_when_their_content_changes() -> None:
 
 def test_a_new_plan_or_a_new_default_image_changes_the_revision() -> None:
     inputs = inputs_of()
-    smaller = dataclasses.replace(inputs.plan, decode=dataclasses.replace(inputs.plan.decode, num_pages=600))
+    smaller = msgspec.structs.replace(inputs.plan, decode=msgspec.structs.replace(inputs.plan.decode, num_pages=600))
     old = render(inputs).revisions
     assert render(dataclasses.replace(inputs, plan=smaller)).revisions[Role.DECODE] != old[Role.DECODE]
     assert render(dataclasses.replace(inputs, plan=smaller)).revisions[Role.PREFILL] == old[Role.PREFILL]
