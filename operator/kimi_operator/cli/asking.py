@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -87,7 +86,7 @@ def asked_for(files: list[Path], flags: DeploymentFlags, work: WorkloadFlags) ->
         deployment, names = deployment_of(documents, files), work.given
     else:
         chip = chip_of(flags, profiles)
-        document = deployment_document(dataclasses.replace(flags, chip=chip.metadata.name), chip.spec.gpu.per_node)
+        document = deployment_document(flags, chip)
         names = DEPLOYMENT_FLAGS | work.given
         deployment = read_by_flag(names, lambda: parse(KimiDeployment, document), written)
     model = read_by_flag(names, lambda: architecture(deployment.spec.model.architecture))

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from kimi_operator.api.base import API_VERSION
 from kimi_operator.api.deployment import Role
+from kimi_operator.api.profile import HardwareProfile
 from kimi_operator.cli.files import read_objects
 from kimi_operator.cli.flags import MOST_WRITTEN, DeploymentFlags, WorkloadFlags, refuse, shown
 from kimi_operator.errors import InvalidSpec, Problem
@@ -143,12 +144,12 @@ def read_by_flag(flags: Container[str], read: Callable[[], _T], written: Typed =
         raise InvalidSpec(named_by_flag(error.problems, flags, written)) from error
 
 
-def deployment_document(flags: DeploymentFlags, gpus_per_node: int) -> dict[str, Any]:
-    """The manifest that the flags stand for; `gpus_per_node` are those of the chip. Raises InvalidSpec."""
+def deployment_document(flags: DeploymentFlags, chip: HardwareProfile) -> dict[str, Any]:
+    """The manifest that the flags stand for, on nodes of this chip. Raises InvalidSpec."""
     groups = {"prefill": _stated(flags.prefill_groups, 1), "decode": _stated(flags.decode_groups, 1)}
     shape = {
-        "nodesPerGroup": _nodes_per_group(flags, sum(groups.values()), gpus_per_node),
-        "gpusPerNode": _stated(flags.gpus_per_node, gpus_per_node),
+        "nodesPerGroup": _nodes_per_group(flags, sum(groups.values()), chip),
+        "gpusPerNode": _stated(flags.gpus_per_node, chip.spec.gpu.per_node),
         "tensorParallel": _stated(flags.tensor_parallel, 2),
         "maxNumSeqs": flags.max_num_seqs,
     }
@@ -163,14 +164,14 @@ def deployment_document(flags: DeploymentFlags, gpus_per_node: int) -> dict[str,
         "metadata": {"name": "planned"},
         "spec": {
             "model": _without_none(model),
-            "hardware": {"profile": flags.chip},
+            "hardware": {"profile": chip.metadata.name},
             "precision": {"kvCache": _stated(flags.kv_cache, "Auto")},
             **{role: _without_none({"groups": number, **shape}) for role, number in groups.items()},
         },
     }
 
 
-def _nodes_per_group(flags: DeploymentFlags, num_groups: int, gpus_per_node: int) -> int:
+def _nodes_per_group(flags: DeploymentFlags, num_groups: int, chip: HardwareProfile) -> int:
     """Raises InvalidSpec when --nodes cannot be spread evenly over the groups, or says otherwise than the others."""
     if flags.nodes is None:
         return _stated(flags.nodes_per_group, 2)
@@ -182,20 +183,20 @@ def _nodes_per_group(flags: DeploymentFlags, num_groups: int, gpus_per_node: int
         return max(1, each)  # a number of groups is refused by its own name
     if each < 1 or rest:
         expected = f"a multiple of {num_groups}: prefill and decode have {num_groups} groups, equally large"
-        raise refuse("--nodes", str(flags.nodes), expected, _other_nodes(flags, num_groups, gpus_per_node))
+        raise refuse("--nodes", str(flags.nodes), expected, _other_nodes(flags, num_groups, chip))
     return each
 
 
-def _other_nodes(flags: DeploymentFlags, num_groups: int, gpus_per_node: int) -> str:
+def _other_nodes(flags: DeploymentFlags, num_groups: int, chip: HardwareProfile) -> str:
     """What to write instead of a number of nodes that cannot be spread over the groups."""
     # it loads the planner of whole deployments, which flags that can be do not need here
     from kimi_operator.cli.other_nodes import Asked  # noqa: PLC0415
 
     def document(nodes: int) -> dict[str, Any]:
-        return deployment_document(dataclasses.replace(flags, nodes=nodes), gpus_per_node)
+        return deployment_document(dataclasses.replace(flags, nodes=nodes), chip)
 
     assert flags.nodes is not None
-    return Asked(flags.nodes, num_groups, flags.chip, document).remedy()
+    return Asked(flags.nodes, num_groups, chip, document).remedy()
 
 
 def workload_document(

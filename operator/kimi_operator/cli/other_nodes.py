@@ -19,7 +19,7 @@ from kimi_operator.planner.layout import MAX_NODES
 from kimi_operator.planner.refusals import shortage
 from kimi_operator.planner.space import longest_request, worker_search
 from kimi_operator.planner.workload import Workload, fixed
-from kimi_operator.profiles import architecture, built_in_profiles
+from kimi_operator.profiles import architecture
 
 
 class Asked(Struct, frozen=True):
@@ -27,7 +27,7 @@ class Asked(Struct, frozen=True):
 
     nodes: int
     num_groups: int
-    chip: str | None
+    chip: HardwareProfile
     document: Callable[[int], Mapping[str, Any]]
     """Nodes of all groups -> manifest; they must be whole groups."""
 
@@ -54,34 +54,25 @@ class Asked(Struct, frozen=True):
         return next((nodes for nodes in numbers if self._can_be(nodes)), None)
 
     def _can_be(self, nodes: int) -> bool:
-        """Whether it fits the memory of a built-in chip; of another, whether its ranks divide the experts."""
+        """Whether it fits."""
         try:
             deployment = parse(KimiDeployment, self.document(nodes))
-            if self._profile is not None:
-                return isinstance(plan_deployment(deployment, built_in_profiles()).plan, Plan)
+            return isinstance(plan_deployment(deployment, {self.chip.metadata.name: self.chip}).plan, Plan)
         except InvalidSpec:
             return False
-        role = deployment.spec.decode
-        ranks = role.nodes_per_group * role.gpus_per_node
-        return architecture(deployment.spec.model.architecture).num_experts % ranks == 0
 
     def _is_found(self) -> bool:
         """Whether a search of so many nodes finds a layout for the lengths that it assumes."""
-        profile = self._profile
-        if profile is None or not 1 <= self.nodes <= MAX_NODES:
+        profile = self.chip.spec
+        if not 1 <= self.nodes <= MAX_NODES:
             return False
         try:
             model = parse(KimiDeployment, self.document(self.num_groups)).spec.model
             a = architecture(model.architecture)
         except InvalidSpec:
             return False
-        context = min(profile.spec.limits.context_tokens_per_seq, longest_request(a, model.max_model_len))
+        context = min(profile.limits.context_tokens_per_seq, longest_request(a, model.max_model_len))
         prompt, output = assumed_lengths(context)
-        workload, kv = Workload(fixed(prompt), fixed(output)), profile.spec.runtime.kv_cache_dtype
-        request = worker_search(a, profile.spec, kv, workload, self.nodes)
+        workload, kv = Workload(fixed(prompt), fixed(output)), profile.runtime.kv_cache_dtype
+        request = worker_search(a, profile, kv, workload, self.nodes)
         return shortage(replace(request, max_model_len=model.max_model_len, is_assumed=True)) is None
-
-    @property
-    def _profile(self) -> HardwareProfile | None:
-        """Of a built-in chip; what files say is not known here."""
-        return built_in_profiles().get(self.chip or "")

@@ -50,13 +50,19 @@ def test_each_number_that_is_told_can_be(run: Run, chip: str, nodes: int) -> Non
     assert bool(told[3]) == bool(found)
 
 
-def test_of_a_chip_in_a_file_ranks_that_divide_the_experts_are_told(run: Run, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("gib", "numbers"), [(192, "4 or 8"), (150, "8"), (130, "14")])
+def test_of_a_chip_in_a_file_numbers_that_fit_its_memory_are_told(
+    run: Run, tmp_path: Path, gib: int, numbers: str
+) -> None:
     profile = yaml.safe_load(run("profile", "show", "mi300x", "-o", "yaml")[1])
     profile["metadata"]["name"] = "mine"
+    profile["spec"]["gpu"]["memory"] = min(gib * 2**30, profile["spec"]["gpu"]["memory"])
     path = tmp_path / "mine.yaml"
     path.write_text(yaml.safe_dump(profile))
-    _, _, err = run("plan", "-f", path, "--chip", "mine", "--nodes", 5)
-    assert err.endswith("; write --nodes 4 or 8\n")
+    asked = ("plan", "-f", path, "--chip", "mine", "--nodes")
+    _, _, err = run(*asked, 5)
+    assert f"; write --nodes {numbers}" in err, err
+    assert all(run(*asked, number)[0] == 0 for number in numbers.split(" or "))
 
 
 @pytest.mark.parametrize("nodes", [0, 3, 4])
