@@ -34,11 +34,18 @@ from kimi_worker.engine.messages import (
 from kimi_worker.protocol.engine import Admitted, FromEngine, Sampling, Watch, api_socket
 from kimi_worker.protocol.handoff import Abort, Disconnected, Prefill, Revoke, is_endpoint
 from kimi_worker.protocol.step import SequenceStep, StepPlan
+from ports import free_ports
 
 # Links live as long as their process and are never closed; in a test they are collected before their context ends.
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*Unclosed socket:ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"
 )
+
+
+SILENCE_S = 4.0
+"""Where a process is lost that answers no ping for so long: longer than a loaded machine keeps a living one from it."""
+SILENCES_S = 3 * SILENCE_S
+"""A living process is not lost in this time, and a stopped one is. It is less than the default silence and a ping."""
 
 
 @pytest.fixture
@@ -49,8 +56,7 @@ def context() -> Iterator[Context]:
 
 
 def free_address() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return tcp_address("127.0.0.1", server.getsockname()[1])
+    return tcp_address("127.0.0.1", *free_ports(1))
 
 
 @pytest.fixture
@@ -127,7 +133,7 @@ def test_addresses_of_both_families() -> None:
 
 
 def test_lone_lane_needs_no_socket(context: Context) -> None:
-    host = CoordinatorHost(context, 1, "tcp://nowhere:0", 5.0)
+    host = CoordinatorHost(context, 1, "tcp://nowhere:0")
     assert host.sockets == []
     host.send(Join(0))
     host.send(AskWave(1))
@@ -138,8 +144,8 @@ def test_lone_lane_needs_no_socket(context: Context) -> None:
 
 
 def test_group_assembles_wakes_and_drains(context: Context, address: str) -> None:
-    host = CoordinatorHost(context, 3, address, 5.0)
-    members = [CoordinatorMember(context, address, 5.0) for _ in range(2)]
+    host = CoordinatorHost(context, 3, address)
+    members = [CoordinatorMember(context, address) for _ in range(2)]
     host.send(Join(0))
     members[0].send(Join(1))
     assert collect(host.receive, 0) == []
@@ -165,9 +171,9 @@ def poll_until_lost(receive: Callable[[], Iterator[object]]) -> None:
 
 
 def test_lost_member_is_noticed_while_nothing_happens(context: Context, address: str) -> None:
-    host = CoordinatorHost(context, 2, address, 5.0)
+    host = CoordinatorHost(context, 2, address)
     other = new_context()
-    member = CoordinatorMember(other, address, 5.0)
+    member = CoordinatorMember(other, address)
     host.send(Join(0))
     member.send(Join(1))
     collect(host.receive, 1)
@@ -178,8 +184,8 @@ def test_lost_member_is_noticed_while_nothing_happens(context: Context, address:
 
 def test_lost_coordinator_is_noticed(context: Context, address: str) -> None:
     other = new_context()
-    host = CoordinatorHost(other, 2, address, 5.0)
-    member = CoordinatorMember(context, address, 5.0)
+    host = CoordinatorHost(other, 2, address)
+    member = CoordinatorMember(context, address)
     member.send(Join(1))
     host.send(Join(0))
     collect(host.receive, 1)
@@ -191,8 +197,8 @@ def test_lost_coordinator_is_noticed(context: Context, address: str) -> None:
 
 def test_end_of_a_drained_group_is_no_loss(context: Context, address: str) -> None:
     other = new_context()
-    host = CoordinatorHost(other, 2, address, 5.0)
-    member = CoordinatorMember(context, address, 5.0)
+    host = CoordinatorHost(other, 2, address)
+    member = CoordinatorMember(context, address)
     member.send(Join(1))
     host.send(Join(0))
     collect(host.receive, 1)
@@ -208,10 +214,10 @@ def test_end_of_a_drained_group_is_no_loss(context: Context, address: str) -> No
 
 
 def test_strangers_neither_end_a_group_nor_count_as_lanes(context: Context, address: str) -> None:
-    host = CoordinatorHost(context, 3, address, 5.0)
+    host = CoordinatorHost(context, 3, address)
     host.send(Join(0))
     disturb(context, address)
-    members = [CoordinatorMember(context, address, 5.0) for _ in range(2)]
+    members = [CoordinatorMember(context, address) for _ in range(2)]
     members[0].send(Join(1))
     assert collect(host.receive, 0) == []
     members[1].send(Join(2))
@@ -227,7 +233,7 @@ def test_members_are_told_from_strangers_in_any_order(context: Context, address:
     """Connections come and go and share descriptors; the loss of a member is the only one that counts."""
     rng = random.Random(seed)
     other = new_context()
-    host = CoordinatorHost(context, 4, address, 5.0)
+    host = CoordinatorHost(context, 4, address)
     host.send(Join(0))
     strangers: list[socket.socket] = []
     seen: list[object] = []
@@ -242,9 +248,9 @@ def test_members_are_told_from_strangers_in_any_order(context: Context, address:
                 seen.extend(host.receive())
 
     churn()
-    victim = CoordinatorMember(other, address, 5.0)
+    victim = CoordinatorMember(other, address)
     churn()
-    members = [CoordinatorMember(context, address, 5.0) for _ in range(2)]
+    members = [CoordinatorMember(context, address) for _ in range(2)]
     for lane, member in enumerate((victim, *members), 1):
         member.send(Join(lane))
         churn()
@@ -261,9 +267,9 @@ def test_members_are_told_from_strangers_in_any_order(context: Context, address:
         stranger.close()
 
 
-def stopped_process(code: str, argument: str) -> "subprocess.Popen[bytes]":
-    """A process that runs the code until it prints a line."""
-    child = subprocess.Popen([sys.executable, "-c", code, argument], stdout=subprocess.PIPE)
+def stopped_process(code: str, *arguments: str) -> "subprocess.Popen[bytes]":
+    """A process that has run the code until it printed a line; its last argument is its silence."""
+    child = subprocess.Popen([sys.executable, "-c", code, *arguments, str(SILENCE_S)], stdout=subprocess.PIPE)
     assert child.stdout is not None
     assert child.stdout.readline()
     return child
@@ -274,7 +280,7 @@ import sys, time
 from kimi_worker.engine.coordination import CoordinatorMember
 from kimi_worker.engine.links import new_context
 from kimi_worker.engine.messages import Join
-member = CoordinatorMember(new_context(), sys.argv[1], 1.0)
+member = CoordinatorMember(new_context(), sys.argv[1], float(sys.argv[2]))
 member.send(Join(1))
 while not list(member.receive()):
     time.sleep(0.01)
@@ -285,7 +291,7 @@ time.sleep(600)
 
 def test_a_long_step_is_no_loss_and_a_stopped_process_is_one(context: Context, address: str) -> None:
     """The member does nothing for several times the limit of silence; then it is stopped, as by a power failure."""
-    host = CoordinatorHost(context, 2, address, 1.0)
+    host = CoordinatorHost(context, 2, address, SILENCE_S)
     host.send(Join(0))
     child: list[subprocess.Popen[bytes]] = []
     starter = threading.Thread(target=lambda: child.append(stopped_process(MEMBER, address)))
@@ -293,15 +299,15 @@ def test_a_long_step_is_no_loss_and_a_stopped_process_is_one(context: Context, a
     try:
         assert collect(host.receive, 1) == [Assembled()]
         starter.join()
-        until = time.monotonic() + 4.0
-        while time.monotonic() < until:
+        deadline = time.monotonic() + SILENCES_S
+        while time.monotonic() < deadline:
             assert list(host.receive()) == []
             host.sockets[0].poll(50)
         child[0].send_signal(signal.SIGSTOP)
         begun = time.monotonic()
         with pytest.raises(GroupLostError):
             poll_until_lost(host.receive)
-        assert time.monotonic() - begun < 10.0
+        assert time.monotonic() - begun < SILENCES_S
     finally:
         starter.join()
         child[0].kill()
@@ -364,16 +370,24 @@ def test_more_peers_than_sockets_are_served_in_turn(context: Context, address: s
     here, there = PeerLink(context, address), PeerLink(context, other := free_address())
     for number in range(3 * MAX_PEERS):
         here.send(f"tcp://127.0.0.1:{10_000 + number}", Abort(1, 2, 3), now=float(number) / 100)
-    here.send(other, Abort(1, 2, 3), now=10.0)
-    assert collect(there.receive, 1) == [(address, Abort(1, 2, 3))]
+    came: list[object] = []
+
+    def try_again() -> list[object]:
+        """As sessions do: on a busy machine closed sockets are there for a while, and leave no room for another."""
+        here.send(other, Abort(1, 2, 3), now=10.0)
+        came.extend(there.receive())
+        return came
+
+    until(try_again)
+    assert came[0] == (address, Abort(1, 2, 3))
 
 
 PEER = """
 import sys, time
 from kimi_worker.engine.links import PeerLink, new_context
 from kimi_worker.protocol.handoff import Abort
-own, other = sys.argv[1].split()
-link = PeerLink(new_context(), own, 1.0)
+own, other, silence_s = sys.argv[1:]
+link = PeerLink(new_context(), own, float(silence_s))
 while not list(link.receive()):
     time.sleep(0.01)
 link.send(other, Abort(4, 5, 6), 0.0)
@@ -384,19 +398,19 @@ time.sleep(600)
 
 @pytest.mark.parametrize("end", [signal.SIGSTOP, signal.SIGKILL])
 def test_a_busy_peer_is_seen_and_one_that_has_ended_is_not(context: Context, address: str, end: signal.Signals) -> None:
-    here, other = PeerLink(context, address, 1.0), free_address()
+    here, other = PeerLink(context, address, SILENCE_S), free_address()
     assert (here.reached(), here.heard()) == ([], [])
     here.send(other, Abort(1, 2, 3), now=0.0)
-    child = stopped_process(PEER, f"{other} {address}")
+    child = stopped_process(PEER, other, address)
     try:
         assert collect(here.receive, 1) == [(other, Abort(4, 5, 6))]
-        deadline = time.monotonic() + 4.0
+        deadline = time.monotonic() + SILENCES_S
         while time.monotonic() < deadline:
             list(here.receive())
             assert (here.reached(), here.heard()) == ([other], [other])
             time.sleep(0.05)
         child.send_signal(end)
-        until(lambda: not [*here.receive(), *here.reached(), *here.heard()], 10.0)
+        until(lambda: not [*here.receive(), *here.reached(), *here.heard()], SILENCES_S)
     finally:
         child.kill()
         child.communicate()
