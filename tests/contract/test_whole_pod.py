@@ -17,6 +17,7 @@ import httpx
 import openai
 import pytest
 from openai import AsyncOpenAI
+from ports import free_ports
 from replay_fixtures import NUM_RANKS, SPECIAL, VOCAB_SIZE, write_tokenizer
 
 pytestmark = pytest.mark.multiproc
@@ -43,8 +44,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def url(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
+    [port] = free_ports(1)
     log = tmp_path_factory.mktemp("log") / "log"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "KIMI_TERMINATION_LOG": str(log.with_name("end"))}
     command = [sys.executable, "-m", "kimi_worker", "serve", "--standalone", str(model_folder), "--port", str(port)]

@@ -47,23 +47,23 @@ async def test_a_router_that_is_told_to_end_loses_no_request(start_pod: PodFacto
     gate = asyncio.Event()
     decode.play(Script([104, 105], gate=gate))
     [port] = free_ports(1)
-    settings = router_settings([prefill], [decode], port=port, drain_s=8.0)
+    settings = router_settings([prefill], [decode], port=port, drain_s=60.0)
     (tmp_path / "router.json").write_text(settings.model_dump_json())
-    async with running(tmp_path / "router.json", port) as (process, http):
+    url = f"http://127.0.0.1:{port}"
+    async with running(tmp_path / "router.json", port) as (process, http), client(url) as late:
         stream = asyncio.create_task(http.post("/v1/completions", json=ASK))
         await decode.engine.until(lambda engine: len(engine.submits) == 1)
         process.send_signal(signal.SIGTERM)
         await until_state(http, ready=False, error="draining")
         assert (await http.get("/ready")).status_code == 503
-        # endpoints may still name it: a new connection is taken and answered
-        async with client(f"http://127.0.0.1:{port}") as late:
-            second = asyncio.create_task(late.post("/v1/completions", json=ASK))
-            await decode.engine.until(lambda engine: len(engine.submits) == 2)
-            await until_refused(port)
-            assert process.poll() is None
-            gate.set()
-            for reply in (stream, second):
-                assert (await reply).text.endswith("data: [DONE]\n\n")
+        # endpoints may still name it: a new connection, the first of this client, is taken and answered
+        second = asyncio.create_task(late.post("/v1/completions", json=ASK))
+        await decode.engine.until(lambda engine: len(engine.submits) == 2)
+        await until_refused(port)
+        assert process.poll() is None
+        gate.set()
+        for reply in (stream, second):
+            assert (await reply).text.endswith("data: [DONE]\n\n")
         assert await asyncio.to_thread(process.wait, 30) == 0
 
 

@@ -145,21 +145,23 @@ async def test_no_path_reaches_a_pods_own_endpoints(start_pod: PodFactory, path:
 
 
 async def test_nothing_ready_says_what_is_missing(start_pod: PodFactory) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as dead:
-        port = dead.getsockname()[1]
     decode: Pod = await start_pod()
-    settings = router_settings([], [decode], prefill_service=f"127.0.0.1:{port}")
-    async with listening(create_app(settings)) as url, client(url) as http:
-        await until_state(http, ready=False)
-        async with asyncio.timeout(60):
-            while "Connect" not in (reply := await http.post("/v1/completions", json=ASK)).text:
-                assert reply.status_code == 503
-        assert (reply.status_code, reply.headers["retry-after"]) == (503, "1")
-        message = reply.json()["error"]["message"]
-        assert "no prefill lane is ready" in message
-        assert f"prefill 127.0.0.1:{port}" in message
-        assert (await http.get("/ready")).status_code == 503
-        assert (await http.get("/health")).status_code == 200
+    with socket.socket() as dead:
+        # bound and not listening: it refuses connections, and nobody else gets the port
+        dead.bind(("127.0.0.1", 0))
+        port = dead.getsockname()[1]
+        settings = router_settings([], [decode], prefill_service=f"127.0.0.1:{port}")
+        async with listening(create_app(settings)) as url, client(url) as http:
+            await until_state(http, ready=False)
+            async with asyncio.timeout(60):
+                while "Connect" not in (reply := await http.post("/v1/completions", json=ASK)).text:
+                    assert reply.status_code == 503
+            assert (reply.status_code, reply.headers["retry-after"]) == (503, "1")
+            message = reply.json()["error"]["message"]
+            assert "no prefill lane is ready" in message
+            assert f"prefill 127.0.0.1:{port}" in message
+            assert (await http.get("/ready")).status_code == 503
+            assert (await http.get("/health")).status_code == 200
 
 
 async def test_layouts_are_never_mixed(start_pod: PodFactory) -> None:
