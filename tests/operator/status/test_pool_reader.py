@@ -55,6 +55,7 @@ async def worker(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Worker]:
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
     monkeypatch.setattr(measure, "API_PORT", runner.addresses[0][1])
+    monkeypatch.setattr(measure, "TIMEOUT_S", 60.0)  # no test is about it, and a busy machine must answer in it
     yield served
     await runner.cleanup()
 
