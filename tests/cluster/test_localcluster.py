@@ -83,9 +83,10 @@ def web_manifests(folder: Path) -> list[dict[str, Any]]:
     ]
 
 
-def fetch(url: str) -> list[str]:
+def fetch(url: str, timeout_s: float = 10) -> list[str]:
     """Command that prints what a URL answers, with the pods' own Python."""
-    return ["python3", "-c", f"import urllib.request as u; print(u.urlopen({url!r}, timeout=3).read().decode())"]
+    program = f"import urllib.request as u; print(u.urlopen({url!r}, timeout={timeout_s}).read().decode())"
+    return ["python3", "-c", program]
 
 
 def ready_replicas(cluster: Cluster, namespace: str) -> int:
@@ -149,7 +150,7 @@ def test_commands_in_the_cluster_use_its_addresses_and_names(cluster: Cluster, w
 def test_clients_in_the_test_process_use_the_clusters_network(cluster: Cluster, web: str) -> None:
     address = cluster.get("service", "web-any", namespace=web)["spec"]["clusterIP"]
     ours = Path("/proc/thread-self/ns/net").readlink()
-    with cluster.network(), urllib.request.urlopen(f"http://{address}/needle", timeout=10) as answer:
+    with cluster.network(), urllib.request.urlopen(f"http://{address}/needle", timeout=30) as answer:
         assert answer.read() == b"found\n"
         assert Path("/proc/thread-self/ns/net").readlink() != ours
     assert Path("/proc/thread-self/ns/net").readlink() == ours
@@ -184,7 +185,7 @@ def test_partitioned_node_is_noticed_and_heals(cluster: Cluster, web: str) -> No
         assert "http.server" in still_there, "what runs on a partitioned node runs on"
         other = next(name for node, name in pods.items() if node != "node2")
         with pytest.raises(CommandError):
-            cluster.kubectl("exec", "-n", web, other, "--", *fetch(f"http://{pods['node2']}.web:8000/needle"))
+            cluster.kubectl("exec", "-n", web, other, "--", *fetch(f"http://{pods['node2']}.web:8000/needle", 3))
     finally:
         cluster.heal_node(2)
     cluster.wait_for("node2 ready", lambda: cluster.is_node_ready("node2"))

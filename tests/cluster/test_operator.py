@@ -101,7 +101,12 @@ def test_a_deployment_becomes_children_and_a_status(operator: Cluster, namespace
     assert operator.find("deployment", "k3-router", namespace=namespace)
     reference = found["k3-decode-0"]["metadata"]["ownerReferences"][0]
     assert (reference["uid"], reference["controller"]) == (waiting["metadata"]["uid"], True)
-    assert len(operator.get("pods", namespace=namespace, selector="kimi-operator.io/role=decode")) == 2
+    # The pods of prefill may be told of before those of decode are made, and an event is written after the status.
+    operator.wait_for(
+        "both pods of decode",
+        lambda: len(operator.get("pods", namespace=namespace, selector="kimi-operator.io/role=decode")) == 2,
+        timeout_s=PATIENT_S,
+    )
 
     message = conditions(operator, namespace)["WeightsReady"]["message"]
     assert "/nowhere/checkpoint is not a directory" in message
@@ -111,9 +116,13 @@ def test_a_deployment_becomes_children_and_a_status(operator: Cluster, namespace
     assert status["observedGeneration"] == waiting["metadata"]["generation"]
     assert not waiting["metadata"].get("finalizers")
     assert not any("kopf" in name for name in waiting["metadata"].get("annotations", {}))
-    events = operator.get("events", namespace=namespace)
-    told = [one for one in events if one["involvedObject"]["kind"] == "KimiDeployment"]
-    assert [one["reason"] for one in told].count("WeightsMissing") == 1
+
+    def told() -> list[str]:
+        events = operator.get("events", namespace=namespace)
+        return [one["reason"] for one in events if one["involvedObject"]["kind"] == "KimiDeployment"]
+
+    operator.wait_for("the event", lambda: "WeightsMissing" in told(), timeout_s=PATIENT_S)
+    assert told().count("WeightsMissing") == 1
 
 
 WORKLOAD: Document = {"prompt": {"fixed": 512}, "output": {"fixed": 64}, "concurrency": 2}
