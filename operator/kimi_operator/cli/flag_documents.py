@@ -18,6 +18,7 @@ from kimi_operator.api.profile import HardwareProfile
 from kimi_operator.cli.files import read_objects
 from kimi_operator.cli.flags import MOST_WRITTEN, DeploymentFlags, WorkloadFlags, refuse, shown
 from kimi_operator.errors import InvalidSpec, Problem
+from kimi_operator.planner.layout import MAX_NODES
 from kimi_operator.planner.workload import check_lengths, read_workload
 
 CHECKPOINT_PATH = "/models/checkpoint"
@@ -78,9 +79,8 @@ class Typed(Struct, frozen=True):
                 return problem  # it is not the number of nodes that must change
             remedy = f"{problem.remedy} a group: --nodes {self._of_all(nearest[1])} --tensor-parallel {nearest[2]}"
             return Problem("--nodes", got, problem.expected, remedy)
-        expected = _BOUND.sub(lambda bound: f"{bound[1]} {self._of_all(bound[2])}", problem.expected)
         remedy = _LIST.sub(lambda each: f"[{', '.join(map(self._of_all, each[1].split(', ')))}]", problem.remedy)
-        return Problem("--nodes", got, expected, remedy)
+        return Problem("--nodes", got, problem.expected, remedy)
 
     def _of_all(self, nodes_of_a_group: str) -> str:
         return str(int(nodes_of_a_group) * self.num_groups)
@@ -89,7 +89,6 @@ class Typed(Struct, frozen=True):
 _FIELD = re.compile(r"\bspec(\.[a-zA-Z]+)+")
 _NUMBER = re.compile(r"[0-9.,e+-]+( s)?")
 _OF_A_GROUP = {"--nodes-per-group", "spec.prefill", "spec.decode"}
-_BOUND = re.compile(r"(than or equal to) ([0-9]+)")
 _LIST = re.compile(r"\[([0-9]+(?:, [0-9]+)*)\]")
 _NEAREST = re.compile(r"([0-9]+) x [0-9]+ GPUs? with tensorParallel ([0-9]+)$")
 NOTHING_TYPED = Typed()
@@ -180,7 +179,10 @@ def _nodes_per_group(flags: DeploymentFlags, num_groups: int, chip: HardwareProf
         expected = f"{num_groups} groups x {flags.nodes_per_group} nodes = {flags.nodes_per_group * num_groups}"
         raise refuse("--nodes", str(flags.nodes), expected, "leave one of --nodes and --nodes-per-group out")
     if num_groups < len(Role):
-        return max(1, each)  # a number of groups is refused by its own name
+        return 1  # a number of groups is refused by its own name
+    if flags.nodes > (most := num_groups * MAX_NODES):
+        expected = f"at most {most}: prefill and decode have {num_groups} groups, of at most {MAX_NODES} nodes each"
+        raise refuse("--nodes", str(flags.nodes), expected, _other_nodes(flags, num_groups, chip))
     if each < 1 or rest:
         expected = f"a multiple of {num_groups}: prefill and decode have {num_groups} groups, equally large"
         raise refuse("--nodes", str(flags.nodes), expected, _other_nodes(flags, num_groups, chip))

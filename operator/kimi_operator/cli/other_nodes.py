@@ -44,7 +44,7 @@ class Asked(Struct, frozen=True):
 
     def _below(self) -> Iterable[int]:
         step = self.num_groups
-        return range(self.nodes // step * step, 0, -step)
+        return range(min(self.nodes // step, MAX_NODES) * step, 0, -step)
 
     def _above(self) -> Iterable[int]:
         step = self.num_groups

@@ -38,6 +38,20 @@ def test_nodes_that_cannot_be_spread_say_which_can(
     assert f"equally large; {remedy}" in err
 
 
+@pytest.mark.parametrize("nodes", [129, 130, 100_001, 999_999_999_999])
+def test_more_nodes_than_groups_can_have_are_refused_at_once(run: Run, nodes: int) -> None:
+    status, out, err = run("plan", *CHIP, "--nodes", nodes)
+    assert (status, out) == (2, "")
+    groups = "prefill and decode have 2 groups, of at most 64 nodes each"
+    assert err == f"kimictl: --nodes: got {nodes}, expected at most 128: {groups}; write --nodes 112\n"
+
+
+def test_no_number_of_nodes_mends_a_number_of_groups(run: Run) -> None:
+    _, _, err = run("plan", *CHIP, "--nodes", 999_999_999_999, "--prefill-groups", 0)
+    assert err.startswith("kimictl: --prefill-groups: got 0, expected greater than or equal to 1")
+    assert "nodes" not in err
+
+
 @pytest.mark.parametrize("nodes", [1, 3, 5, 7, 9, 13])
 @pytest.mark.parametrize("chip", ["mi300x", "mi325x", "mi355x"])
 def test_each_number_that_is_told_can_be(run: Run, chip: str, nodes: int) -> None:

@@ -202,7 +202,7 @@ LENGTHS = ("--prompt-tokens", "2048", "--output-tokens", "128")
         ((*CHIP, "--nodes", "0"), "--nodes: got 0, expected a multiple of 2"),
         ((*CHIP, "--nodes", "-4"), "--nodes: got -4, expected a multiple of 2"),
         ((*CHIP, "--nodes", "5"), "--nodes: got 5, expected a multiple of 2"),
-        ((*CHIP, "--nodes", "100000"), "--nodes: got 100000: 2 groups of 50000, expected less than or equal to 128;"),
+        ((*CHIP, "--nodes", "100000"), "--nodes: got 100000, expected at most 128: prefill and decode have 2 groups"),
         ((*CHIP, "--nodes", "4", "--nodes-per-group", "4"), "--nodes: got 4, expected 2 groups x 4 nodes = 8"),
         ((*CHIP, "--nodes-per-group", "0"), "--nodes-per-group: got 0, expected greater than or equal to 1"),
         ((*CHIP, "--gpus-per-node", "65"), "--gpus-per-node: got 65, expected less than or equal to 64"),
