@@ -22,7 +22,7 @@ from kimi_operator.cli.files import profiles_in
 from kimi_operator.cli.flags import Whole
 from kimi_operator.cli.results import Results, read_results
 from kimi_operator.errors import InvalidSpec, Problem
-from kimi_operator.planner.fit import Change, Sample, Use, refit
+from kimi_operator.planner.fit import MOST_FACTOR, Change, Sample, Use, refit
 from kimi_operator.planner.roofline import DecodeLoad, PrefillLoad, Setup, Split
 from kimi_operator.planner.units import counted
 from kimi_operator.profiles import architecture as built_in_architecture
@@ -38,6 +38,7 @@ from kimi_operator.profiles.support import WORKER
 
 Output = Literal["text", "json", "yaml"]
 PHASES: dict[str, type[DecodeLoad | PrefillLoad]] = {"decode": DecodeLoad, "prefill": PrefillLoad}
+UNITS = {"decode": "tpotMs, which is in milliseconds", "prefill": "seconds, which are no milliseconds"}
 MOST_BETWEEN_REPEATS = 1.5
 """Slowest over fastest time of one load. Runs in a row lie within some percent; a unit or a setup apart is far more."""
 MOST_BETWEEN_POINTS = 2.0
@@ -187,8 +188,9 @@ def _calibrate(results: Results, profiles: Mapping[str, HardwareProfile], where:
         try:
             changes[name] = refit(measured, calibration_for(setup, PHASES[name], own), published.samples)
         except ValueError as error:
-            remedy = "check units, model, layout and chip, and the bandwidth and FLOPs in the profile"
-            raise _refuse(f"{where}: {name}", str(error), "a time that the chip can reach", remedy) from error
+            remedy = f"check {UNITS[name]}, model, layout and chip, and the bandwidth and FLOPs in the profile"
+            expected = f"a time that the chip can reach, and no more than {MOST_FACTOR} times as long"
+            raise _refuse(f"{where}: {name}", str(error), expected, remedy) from error
     return Calibrated(results, profile.metadata.name, setup, samples, changes)
 
 

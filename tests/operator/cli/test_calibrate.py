@@ -337,6 +337,14 @@ def test_a_prompt_leaves_a_place_for_its_answer(tmp_path: Path) -> None:
         ({"decode": [{"concurrency": 1, "contextTokens": 1}]}, "run.yaml.decode.0.tpotMs: got nothing"),
         ({"decode": [{"concurrency": 1, "contextTokens": 1, "tpotMs": 1.0}]}, "decode: got 1 request .* 1 ms is less"),
         ({"prefill": [{"promptTokens": 100_000, "seconds": 0.5}]}, "prefill: got 100,000 tokens: 500 ms is less than"),
+        (
+            {"prefill": [{"promptTokens": 20_000, "seconds": 20_000}]},
+            "prefill: got 20,000 tokens: 20,000,000 ms is .*times .*; check seconds, which are no milliseconds, model",
+        ),
+        (
+            {"decode": [{"concurrency": 8, "contextTokens": 4096, "tpotMs": 96_400}]},
+            "decode: got 8 requests .*: 96,400 ms is .*times .*; check tpotMs, which is in milliseconds, model",
+        ),
         ({"speed": 3}, "run.yaml.speed: got 3, expected no such field"),
         ({"architecture": "gpt-2"}, "architecture.*'gpt-2'"),
     ],

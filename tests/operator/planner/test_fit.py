@@ -10,7 +10,17 @@ import pytest
 from kimi_operator.api.base import parse
 from kimi_operator.api.calibration import CalibrationSpec
 from kimi_operator.errors import InvalidSpec
-from kimi_operator.planner.fit import Nearness, Sample, Use, calibrate, least_possible_s, predict_ms, refit, residuals
+from kimi_operator.planner.fit import (
+    MOST_FACTOR,
+    Nearness,
+    Sample,
+    Use,
+    calibrate,
+    least_possible_s,
+    predict_ms,
+    refit,
+    residuals,
+)
 from kimi_operator.planner.memory import GroupShape
 from kimi_operator.planner.predict import roofline_s
 from kimi_operator.planner.roofline import DecodeLoad, PrefillLoad, Setup
@@ -182,14 +192,37 @@ def test_leave_one_out_predicts_each_point_from_the_others_alone() -> None:
     assert change.after.error == pytest.approx(max(abs(math.log1p(error)) for error in expected))
 
 
-def test_few_points_are_trusted_no_further_than_the_published_ones() -> None:
-    published_error = calibrate(
-        replace(SETUP, chip=BUILT_IN.chip(built_in_profiles()["mi325x"])), DecodeLoad, PUBLISHED
-    )
-    for count in (1, 2):
-        change = refit([sample(SETUP, c, 2.5) for c in (1, 8)[:count]], BEFORE, PUBLISHED)
-        assert change.after.error == pytest.approx(published_error.error)
-    assert refit([sample(SETUP, 1, 2.5)], BEFORE, PUBLISHED).errors_left_out == ()
+@pytest.mark.parametrize("phase", [DecodeLoad, PrefillLoad])
+def test_few_points_are_trusted_no_further_than_one_published_point_tells_of_another(
+    phase: type[DecodeLoad | PrefillLoad],
+) -> None:
+    """Of the same chip and engine: a measured factor is not borrowed, but it is of the loads that were measured."""
+    published = [s for s in PUBLISHED if isinstance(s.load, phase)]
+    pairs = [
+        s.measured_s / roofline_s(s.setup, s.load) / (other.measured_s / roofline_s(other.setup, other.load))
+        for s, other in itertools.permutations(published, 2)
+        if (s.setup.chip, s.setup.engine) == (other.setup.chip, other.setup.engine)
+    ]
+    load = DecodeLoad(1, 2000) if phase is DecodeLoad else PrefillLoad(20_000)
+    one = Sample("one", SETUP, load, 2.5 * roofline_s(SETUP, load), Use.FITTED, "")
+    change = refit([one], BEFORE, PUBLISHED)
+    assert math.exp(change.after.error) == pytest.approx(max(pairs))
+    assert change.errors_left_out == ()
+
+
+def test_of_two_points_the_wider_error_counts() -> None:
+    for factors, at_least in (((2.5, 2.5), 1.375), ((1.0, 2.0), 2.0)):
+        measured = [sample(SETUP, c, f) for c, f in zip((1, 8), factors, strict=True)]
+        assert math.exp(refit(measured, BEFORE, PUBLISHED).after.error) == pytest.approx(at_least, abs=0.001)
+
+
+def test_no_band_narrows_though_steps_grew_otherwise_than_predicted() -> None:
+    """Of one engine on one chip 64 at once took a quarter less than 4 at once foretold: it speaks of every factor."""
+    far = next(s for s in PUBLISHED if s.name == "mi355x_1p1d_tpot_conc64")
+    near = next(s for s in PUBLISHED if s.name == "mi355x_1p1d_tpot_conc4")
+    after = refit([near], BEFORE, PUBLISHED).after
+    assert predict_ms(far.setup, far.load, after).low <= far.measured_s * 1e3
+    assert far.name in after.text
 
 
 def test_a_time_that_no_memory_could_reach_is_refused() -> None:
@@ -198,6 +231,25 @@ def test_a_time_that_no_memory_could_reach_is_refused() -> None:
     with pytest.raises(ValueError, match=r"is less than .* which bytes and FLOPs take at the peak of mi300x"):
         refit([impossible], BEFORE, PUBLISHED)
     assert least_possible_s(honest) < honest.measured_s
+
+
+@pytest.mark.parametrize(("factor", "is_taken"), [(90, True), (110, False), (1.0 * 1000, False)])
+def test_a_factor_that_no_engine_has_is_refused(factor: float, is_taken: bool) -> None:
+    slow = sample(SETUP, 8, factor)
+    if is_taken:
+        assert refit([slow], BEFORE, PUBLISHED).after.factor() == pytest.approx(factor)
+        return
+    with pytest.raises(ValueError, match=rf" ms is {factor:,.0f} times what bytes, FLOPs and messages take; known"):
+        refit([slow], BEFORE, PUBLISHED)
+    tiny = replace(SETUP, architecture=architecture("kimi-k3-tiny"))
+    assert refit([sample(tiny, 8, factor)], BEFORE, PUBLISHED).after.factor() == pytest.approx(factor)
+
+
+def test_known_engines_are_far_from_the_most_of_a_factor() -> None:
+    factors = [s.measured_s / roofline_s(s.setup, s.load) for s in PUBLISHED]
+    assert max(factors) < MOST_FACTOR / 50
+    # a slip of a thousand of the quickest is far beyond it
+    assert 1000 * min(factors) > 9 * MOST_FACTOR
 
 
 # The file
@@ -346,6 +398,7 @@ def test_published_points_are_counted_as_the_check_counts_them() -> None:
 def test_a_refit_says_what_its_band_is() -> None:
     texts = [refit([sample(SETUP, c, 2.5) for c in (1, 8, 64)[:n]], BEFORE, PUBLISHED).after.text for n in (1, 2, 3)]
     bands = [text.partition("band: ")[2] for text in texts]
-    assert bands[0].startswith("fewer than 3, so also 4 held-out points, measured")
-    assert bands[1].startswith("each of them predicted with itself left out, fewer than 3, so also 4 held-out points")
+    few = "fewer than 3, so also 12 published points, each predicted by the worst other of its chip and engine alone, "
+    assert bands[0].startswith(f"{few}measured from 27.3% below to 37.5% above what was predicted (farthest: ")
+    assert bands[1].startswith(f"each of them predicted with itself left out, {few}measured")
     assert bands[2] == "each of them predicted with itself left out"
