@@ -75,8 +75,8 @@ def calibrate(  # noqa: PLR0913 - the options of a command
     ----------
     results
         What `kimictl needle -o json` or `make bench` wrote, or YAML with chip, layout, and lists of
-        points: decode with concurrency, contextTokens and tpotMs, prefill with promptTokens and seconds; `-` is
-        standard input.
+        points: decode with concurrency (of those that decode), contextTokens and tpotMs, prefill with promptTokens and
+        seconds; `-` is standard input.
     chip
         Hardware profile of the GPUs that were measured, where the file does not say it.
     engine

@@ -177,6 +177,7 @@ def level_figures(level: Level) -> dict[str, float | int | None]:
         "ttft_p95_ms": _ms(percentile((answer.ttft_s for answer in answers), 0.95)),
         "tpot_p50_ms": _ms(percentile((answer.tpot_s for answer in answers), 0.5)),
         "tpot_p95_ms": _ms(percentile((answer.tpot_s for answer in answers), 0.95)),
+        "decoding_mean": decoding_at_once(answers),
         "output_tokens_per_s": level.tokens_per_s,
         "handoff_bytes_mean": round(statistics.fmean(answer.handoff_bytes for answer in handoffs))
         if handoffs
@@ -190,6 +191,22 @@ def level_figures(level: Level) -> dict[str, float | int | None]:
         largest = max(difference.max_logprob for difference in differences)
         figures["max_logprob_difference"] = largest if math.isfinite(largest) else None
     return figures
+
+
+def decoding_at_once(answers: Iterable[Answer]) -> float | None:
+    """Requests in decode at once as each of them sees it on average, itself included; None where none decodes.
+
+    They were sent together. Those whose first token is still to come are in prefill, or wait for it.
+    """
+    spans = ((answer.ttft_s, answer.last_s) for answer in answers)
+    changes = sorted(
+        (at_s, step) for began, ended in spans if began is not None for at_s, step in ((began, 1), (ended, -1))
+    )
+    counts = itertools.accumulate(step for _, step in changes)
+    gaps_s = (after - at for (at, _), (after, _) in itertools.pairwise(changes))
+    lasting = list(zip(counts, gaps_s, strict=False))
+    decoding_s = sum(count * seconds for count, seconds in lasting)
+    return sum(count**2 * seconds for count, seconds in lasting) / decoding_s if decoding_s else None
 
 
 def _ms(seconds: float | None) -> float | None:

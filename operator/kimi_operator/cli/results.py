@@ -10,13 +10,14 @@ The YAML, of which `chip`, `layout` and one point are needed when no option of t
     groups: 1                         # groups of the role that shared the load
     measuredOn: cluster a, 2026-11-29
     decode:
-      - {concurrency: 8, contextTokens: 4096, tpotMs: 96.4}
+      - {concurrency: 8, contextTokens: 4096, tpotMs: 96.4}    # 8 in decode at once, without those that wait
     prefill:
       - {promptTokens: 100000, seconds: 49.4}
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -140,15 +141,22 @@ def _needle(document: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _needle_point(level: Mapping[str, Any], where: str) -> dict[str, Any] | None:
-    """None for a level whose answers were too short to have a time a token."""
+    """None for a level whose answers were too short to have a time a token.
+
+    Its concurrency counts those that wait for prefill too, whom no decode step serves.
+    """
     shortest, longest = level.get("prompt_tokens_min"), level.get("prompt_tokens_max")
     if not isinstance(shortest, int) or not isinstance(longest, int):
         got = f"{shortest!r} and {longest!r}"
         raise _refuse(where, got, "prompt_tokens_min and prompt_tokens_max", "save needle -o json unchanged")
-    if level.get("tpot_p50_ms") is None:
+    if not level.get("tpot_p50_ms"):
         return None
+    decoding = level.get("decoding_mean")
+    if not isinstance(decoding, int | float) or not 0 < decoding < math.inf:
+        got, remedy = "nothing" if decoding is None else repr(decoding), "ask again, or write decode points by hand"
+        raise _refuse(f"{where}.decoding_mean", got, "the requests that decoded at once", remedy)
     context = (shortest + longest + NEEDLE_ANSWER_TOKENS) // 2
-    return {"concurrency": level.get("concurrency"), "contextTokens": context, "tpotMs": level["tpot_p50_ms"]}
+    return {"concurrency": max(1, round(decoding)), "contextTokens": context, "tpotMs": level["tpot_p50_ms"]}
 
 
 def _bench(document: Mapping[str, Any], engine: Mapping[str, Any]) -> dict[str, Any]:

@@ -223,6 +223,33 @@ def test_a_needle_run_is_taken_as_it_was_saved(tmp_path: Path, capsys: pytest.Ca
     assert NEEDLE_ANSWER_TOKENS == ANSWER_TOKENS
 
 
+@pytest.mark.parametrize("arrivals", ["together", "in a row", "two by two"])
+def test_a_needle_run_counts_who_decodes_not_who_waits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arrivals: str
+) -> None:
+    """Prefill feeds 32 requests as it can: those that wait for it share no step, yet came back as so many."""
+    concurrency, at_once = 32, {"together": 32, "in a row": 1, "two by two": 2}[arrivals]
+    step_s = step_ms(at_once, (2000 + 2000 + NEEDLE_ANSWER_TOKENS) // 2, 2.5) / 1e3
+    rows = []
+    for number in range(concurrency):
+        began = 1.0 + 12 * step_s * (number // at_once)
+        answer = Answer(text="123456", token_ids=list(range(12)), ttft_s=began, last_s=began + 11 * step_s)
+        answer.prompt_tokens = 2000
+        rows.append(Row(number, 2000, "key", "123456", answer))
+    run = Run("http://k3", "kimi-k3", [Level(concurrency, rows[-1].answer.last_s, rows)])
+    file = written(tmp_path, needle_document(run), "needle.json")
+    found = fragment(capsys, file, chip="mi300x", nodes=2, gpus_per_node=8, tensor_parallel=2)
+    assert found["spec"]["calibration"]["decodeFactor"] == pytest.approx(2.5, rel=0.001)
+
+
+def test_a_needle_run_that_does_not_say_who_decoded_is_refused(tmp_path: Path) -> None:
+    for wrong in (None, "all", float("nan"), float("inf"), 0):
+        document = needle_document(needle_run())
+        document["levels"][1]["decoding_mean"] = wrong  # type: ignore[index]
+        with pytest.raises(InvalidSpec, match=r"levels\.1\.decoding_mean: got .*, expected the requests that decoded"):
+            read_results(written(tmp_path, document, "needle.json"), {})
+
+
 def test_a_needle_run_of_the_tiny_model_needs_its_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = written(tmp_path, needle_document(needle_run(0.05)), "needle.json")
     options = {"chip": "mi300x", "nodes": 1, "gpus_per_node": 1, "tensor_parallel": 1}

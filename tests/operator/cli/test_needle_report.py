@@ -11,7 +11,7 @@ from kimi_operator.cli.ask import Answer
 from kimi_operator.cli.compare import compare
 from kimi_operator.cli.haystack import make_run
 from kimi_operator.cli.needle import needle, spread
-from kimi_operator.cli.report import Level, Row, Run, document, percentile, print_run
+from kimi_operator.cli.report import Level, Row, Run, decoding_at_once, document, percentile, print_run
 from kimi_operator.errors import InvalidSpec
 from rich.console import Console
 
@@ -86,6 +86,33 @@ def test_percentile_matches_its_definition(values: list[float | None], share: fl
     assert result in known
     assert sum(value <= result for value in known) >= share * len(known)
     assert sum(value < result for value in known) < share * len(known)
+
+
+@pytest.mark.parametrize(
+    ("spans", "mean"),
+    [
+        ([(1.0, 3.0)], 1.0),
+        ([(1.0, 3.0)] * 3, 3.0),
+        ([(1.0, 3.0), (5.0, 6.0)], 1.0),
+        # 1 s with two, 2 s with one: two seconds of requests see two, two see one
+        ([(1.0, 3.0), (2.0, 4.0)], 1.5),
+        ([(None, 0.0), (1.0, 3.0)], 1.0),
+        ([(1.0, 1.0)], None),
+        ([], None),
+    ],
+)
+def test_requests_that_decode_at_once_are_those_whose_first_token_came(
+    spans: list[tuple[float | None, float]], mean: float | None
+) -> None:
+    assert decoding_at_once(answer(ttft_s=began, last_s=ended) for began, ended in spans) == mean
+
+
+@given(spans=st.lists(st.tuples(st.integers(0, 50), st.integers(1, 50)), min_size=1, max_size=12))
+def test_each_request_sees_itself_and_what_it_overlaps(spans: list[tuple[int, int]]) -> None:
+    whole = [(began, began + length) for began, length in spans]
+    seen = sum(max(0, min(b, d) - max(a, c)) for a, b in whole for c, d in whole)
+    expected = seen / sum(length for _, length in spans)
+    assert decoding_at_once(answer(ttft_s=a, last_s=b) for a, b in whole) == pytest.approx(expected)
 
 
 def make(*rows: Row) -> Run:
