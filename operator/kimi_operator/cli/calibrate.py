@@ -24,7 +24,7 @@ from kimi_operator.cli.results import Results, read_results
 from kimi_operator.errors import InvalidSpec, Problem
 from kimi_operator.planner.fit import MOST_FACTOR, Change, Sample, Use, refit
 from kimi_operator.planner.roofline import DecodeLoad, PrefillLoad, Setup, Split
-from kimi_operator.planner.units import counted
+from kimi_operator.planner.units import ceil_div, counted
 from kimi_operator.profiles import architecture as built_in_architecture
 from kimi_operator.profiles.draft import NAME
 from kimi_operator.profiles.measurements import (
@@ -179,8 +179,11 @@ def _calibrate(results: Results, profiles: Mapping[str, HardwareProfile], where:
         split=Split[results.layout.split.name],
         graphs=results.graphs,
     )
+    step_tokens = results.prefill_batched_tokens or profile.spec.limits.prefill_batched_tokens
     samples = {
-        name: _one_a_load(found, f"{where}: {name}") for name, found in _samples(results, setup).items() if found
+        name: _one_a_load(found, f"{where}: {name}")
+        for name, found in _samples(results, setup, step_tokens).items()
+        if found
     }
     changes = {}
     for name, measured in samples.items():
@@ -194,12 +197,12 @@ def _calibrate(results: Results, profiles: Mapping[str, HardwareProfile], where:
     return Calibrated(results, profile.metadata.name, setup, samples, changes)
 
 
-def _samples(results: Results, setup: Setup) -> dict[str, list[Sample]]:
+def _samples(results: Results, setup: Setup, step_tokens: int) -> dict[str, list[Sample]]:
     decode = [
         Sample(
             name=f"{counted(point.concurrency, 'request')} at {counted(point.context_tokens, 'token')}",
             setup=setup,
-            load=DecodeLoad(-(-point.concurrency // results.groups), point.context_tokens),
+            load=DecodeLoad(ceil_div(point.concurrency, results.groups), point.context_tokens),
             measured_s=point.tpot_ms / 1e3,
             use=Use.FITTED,
             source="",
@@ -207,8 +210,15 @@ def _samples(results: Results, setup: Setup) -> dict[str, list[Sample]]:
         for point in results.decode
     ]
     prefill = [
-        Sample(counted(p.prompt_tokens, "token"), setup, PrefillLoad(p.prompt_tokens), p.seconds, Use.FITTED, "")
-        for p in results.prefill
+        Sample(
+            name=counted(point.prompt_tokens, "token"),
+            setup=setup,
+            load=PrefillLoad(point.prompt_tokens, chunk_tokens=step_tokens),
+            measured_s=point.seconds,
+            use=Use.FITTED,
+            source="",
+        )
+        for point in results.prefill
     ]
     return {"decode": decode, "prefill": prefill}
 

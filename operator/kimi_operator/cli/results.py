@@ -7,6 +7,7 @@ The YAML, of which `chip`, `layout` and one point are needed when no option of t
     architecture: kimi-k3
     layout: {nodes: 2, gpusPerNode: 8, tensorParallel: 2}
     graphs: full                      # or piecewise
+    prefillBatchedTokens: 2048        # of one step of prefill; the profile's when absent
     groups: 1                         # groups of the role that shared the load
     measuredOn: cluster a, 2026-11-29
     decode:
@@ -38,6 +39,8 @@ NEEDLE_ANSWER_TOKENS = 64
 BENCH_PROMPT_TOKENS, BENCH_ANSWER_TOKENS, BENCH_LONG_PROMPT_TOKENS = 8, 64, 4000
 """What `make bench` sends to the tiny model."""
 BENCH_ARCHITECTURE = "kimi-k3-tiny"
+BENCH_STEP_TOKENS = 512
+"""Of the standalone worker that it starts, whatever a profile says."""
 
 _RUN = "an object with chip, layout, and lists decode or prefill"
 _BENCH_STEP = re.compile(r"decode_step_ms_batch_(\d+)")
@@ -66,6 +69,8 @@ class Results(ApiModel):
     architecture: Name = MODEL
     layout: LayoutFigures | None = None
     graphs: Graphs = Graphs.FULL
+    prefill_batched_tokens: int | None = Field(default=None, ge=1, le=1_048_576)
+    """Most prompt tokens of one step; None: as in the profile."""
     groups: int = Field(default=1, ge=1, le=1024)
     measured_on: Annotated[str, Field(min_length=1, max_length=160)] | None = None
     decode: tuple[DecodePoint, ...] = Field(default=(), max_length=1000)
@@ -165,6 +170,7 @@ def _bench(document: Mapping[str, Any], engine: Mapping[str, Any]) -> dict[str, 
     steps = [(_BENCH_STEP.fullmatch(str(name)), value) for name, value in engine.items()]
     stated: dict[str, Any] = {
         "architecture": BENCH_ARCHITECTURE,
+        "prefillBatchedTokens": BENCH_STEP_TOKENS,
         "layout": {"nodes": 1, "gpusPerNode": 1, "tensorParallel": 1},
         "measuredOn": f"make bench, commit {document.get('commit', 'unknown')}, {document.get('machine', 'unknown')}",
         "decode": [

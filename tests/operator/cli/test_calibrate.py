@@ -20,9 +20,10 @@ from kimi_operator.cli.results import NEEDLE_ANSWER_TOKENS, DecodePoint, Prefill
 from kimi_operator.errors import InvalidSpec
 from kimi_operator.planner.memory import GroupShape
 from kimi_operator.planner.predict import roofline_s
-from kimi_operator.planner.roofline import DecodeLoad, Setup
+from kimi_operator.planner.roofline import DecodeLoad, PrefillLoad, Setup
 from kimi_operator.profiles import architecture, built_in_profiles
 from kimi_operator.profiles.measurements import built_in_measurements, calibration_for, worker_engine
+from kimi_worker.settings import LimitSettings
 from msgspec.structs import replace
 from pydantic.alias_generators import to_camel
 
@@ -146,6 +147,29 @@ def test_an_earlier_factor_of_the_other_phase_is_kept_as_a_patch_keeps_it(
 def test_what_is_no_name_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(InvalidSpec, match=r"^--name: got .*, expected a name of lower-case .*; write mi300x-measured"):
         calibrate(written(tmp_path, by_hand()), name=name)
+
+
+def prompts_in_steps_of(step_tokens: int, factor: float) -> list[dict[str, Any]]:
+    """What prompts take in steps of so many tokens."""
+    return [
+        {"promptTokens": n, "seconds": factor * roofline_s(WORKER, PrefillLoad(n, chunk_tokens=step_tokens))}
+        for n in (8_192, 32_768)
+    ]
+
+
+@pytest.mark.parametrize("step_tokens", [256, 512, 8192])
+def test_prompts_are_computed_in_the_steps_of_their_profile(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], step_tokens: int
+) -> None:
+    document = copy.deepcopy(dump(MI300X))
+    document["spec"]["limits"] = {"prefillBatchedTokens": step_tokens}
+    run = {"chip": "mi300x", "layout": LAYOUT, "prefill": prompts_in_steps_of(step_tokens, 1.5)}
+    files = {"file": [written(tmp_path, document, "mine.yaml")]}
+    found = fragment(capsys, written(tmp_path, run), **files)["spec"]["calibration"]
+    assert found["prefillFactor"] == pytest.approx(1.5, rel=1e-4)
+    run["prefill"] = prompts_in_steps_of(1024, 1.5)
+    stated = fragment(capsys, written(tmp_path, run | {"prefillBatchedTokens": 1024}), **files)["spec"]["calibration"]
+    assert stated["prefillFactor"] == pytest.approx(1.5, rel=1e-4)
 
 
 def at_8_x_8192(*times_ms: float) -> dict[str, Any]:
@@ -293,6 +317,7 @@ def test_a_bench_run_is_of_the_tiny_model_and_says_so(tmp_path: Path, capsys: py
     read = read_results(file, {})
     assert [(p.concurrency, p.context_tokens, p.tpot_ms) for p in read.decode] == [(1, 40, 3.3), (8, 40, 5.1)]
     assert [(p.prompt_tokens, p.seconds) for p in read.prefill] == [(4000, 1.0)]
+    assert read.prefill_batched_tokens == LimitSettings.model_fields["max_num_batched_tokens"].default
     assert calibrate(file, chip="mi300x") == 0
     out, err = capsys.readouterr()
     assert "kimi-k3-tiny on 1 x 1 GPU" in out
