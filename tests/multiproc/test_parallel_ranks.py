@@ -255,8 +255,8 @@ def test_a_dead_rank_ends_the_others_promptly(checkpoint: str, tmp_path: Path) -
 
 
 def test_a_missing_rank_is_named_at_the_start() -> None:
-    meeting = Rendezvous("127.0.0.1", *free_ports(1), "127.0.0.1", 1, "gloo", 1.0, 5.0)
-    with pytest.raises(CollectiveError, match=r"rank 0 \(generation 1\): ranks \[1\] of 2 were not present within 1 s"):
+    meeting = Rendezvous("127.0.0.1", *free_ports(1), "127.0.0.1", 1, "gloo", 4.0, 30.0)
+    with pytest.raises(CollectiveError, match=r"rank 0 \(generation 1\): ranks \[1\] of 2 were not present within 4 s"):
         connect(RankPlace(0, 2, 2, 1), torch.device("cpu"), meeting)
 
 

@@ -114,7 +114,7 @@ def test_group_drains_together(pods: Pods, random_checkpoint: Path) -> None:
     """One pod is told to end; the other one's request needs both, so both finish it first."""
     group = pods.start_group(pod_settings(random_checkpoint, parallel={"nodes_per_group": 2}))
     lanes = [pod.wait_ready()[0] for pod in group]
-    running = lanes[1].submit([5, 9, 2], max_tokens=60)
+    running = lanes[1].submit([5, 9, 2], max_tokens=300)
     lanes[1].wait(lambda: lanes[1].answers[running].tokens)
     group[0].terminate()
     lanes[1].wait(lambda: lanes[1].state is not None and lanes[1].state.draining)
@@ -122,7 +122,7 @@ def test_group_drains_together(pods: Pods, random_checkpoint: Path) -> None:
     assert late.failed is not None
     assert late.failed.code == "draining"
     [done] = lanes[1].finish([running])
-    assert len(done.tokens) == 60
+    assert len(done.tokens) == 300
     assert group[0].wait_end() == 0
     # The other pod is not ready, and waits for the operator to end it too.
     lanes[1].wait(lambda: lanes[1].state is not None and lanes[1].state.drained)

@@ -137,14 +137,16 @@ def test_unreachable_prefill_lane_is_a_retryable_error(pods: Pods, random_checkp
 
 
 def test_lost_prefill_pod_fails_its_requests_and_leaks_nothing(pods: Pods, random_checkpoint: Path) -> None:
-    """The prefill pod dies with prompts in its queue; another one takes new prompts at once."""
-    _, decode_pod = first, _ = start_pair(pods, random_checkpoint)
+    """The prefill pod dies while it computes; another one takes new prompts at once."""
+    # Small steps, so that a busy machine has the time to see the prompt being computed, and to end that
+    first, decode_pod = start_pair(pods, random_checkpoint, limits={"max_num_batched_tokens": 4})
     spare = pods.start(pod_settings(random_checkpoint, role="prefill"), name="spare")
     [prefill], [decode], [other] = (pod.wait_ready() for pod in (first, decode_pod, spare))
+    rank = first.children()["rank-0"]
     prompt = [1 + at % 250 for at in range(900)]
     ids = [decode.submit(prompt, endpoint(prefill), max_tokens=5)]
     wait_until(lambda: prefill.receive(0.01) or prefill.state.running, 30.0, "prefill computes")  # type: ignore[union-attr]
-    os.kill(first.children()["rank-0"], signal.SIGKILL)
+    os.kill(rank, signal.SIGKILL)
     [answer] = decode.finish(ids)
     assert answer.failed is not None
     assert answer.failed.retryable
