@@ -31,7 +31,8 @@ class FirstRow(Struct, frozen=True):
             f"spec.{role}: {{{', '.join(f'{name}: {value}' for name, value in stated.items())}}}"
             for role, stated in self.sizes.items()
         )
-        return f"to plan row 1, write a manifest with {' and '.join(roles)}: flags give both roles groups of one shape"
+        why = "flags give both roles one shape of a group and one maxNumSeqs"
+        return f"to plan row 1, write a manifest with {' and '.join(roles)}: {why}"
 
 
 class Typed(Struct, frozen=True):
@@ -42,12 +43,16 @@ class Typed(Struct, frozen=True):
     deployment: DeploymentFlags
     work: WorkloadFlags
 
-    def row(self, first: Candidate, manifest: KimiDeploymentSpec | None) -> FirstRow:
-        """The first layout; `manifest` is None where the deployment is of flags."""
+    def row(self, first: Candidate, manifest: KimiDeploymentSpec | None, *, is_assumed: bool) -> FirstRow:
+        """The first layout; `manifest` is None where the deployment is of flags, `is_assumed` where lengths are."""
         sizes = _sizes(first)
         if manifest is not None:
             return FirstRow(sizes, self._command(_edits(sizes, manifest)))
-        if first.layout.prefill != first.layout.decode:
+        # a plan for no stated lengths cuts nothing for a target, and flags give both roles one maxNumSeqs
+        is_cut = is_assumed and self.work.target_tpot is not None
+        if first.layout.prefill != first.layout.decode or (
+            is_cut and first.prefill.max_num_seqs != first.decode.max_num_seqs
+        ):
             return FirstRow(sizes, None)
         return FirstRow(sizes, self._command(_flags(first)))
 

@@ -39,8 +39,9 @@ from kimi_operator.planner.predict import (
     prefill_ms,
 )
 from kimi_operator.planner.roofline import DecodeLoad, Setup
-from kimi_operator.planner.solve import most, solve, stretches, unused
+from kimi_operator.planner.solve import solve, stretches, unused
 from kimi_operator.planner.targets import Judged, told
+from kimi_operator.planner.units import most
 from kimi_operator.planner.workload import Workload, check_lengths, fixed
 from kimi_operator.profiles.forecast import decode_forecast, forecast_of
 from kimi_operator.profiles.support import rates_warning
@@ -124,10 +125,12 @@ def _role(planned: Planned, plan: Plan, role: Role, workload: Workload, forecast
         max_positions=max(of_role.max_model_len, 1),
         timing=timing,
         longest=planned.deployment.spec.model.max_model_len or 1,
+        is_set=True,
     )
     widest = replace(
         case,
         budget=replace(case.budget, design=replace(pool, slots=None)),
+        is_set=False,
         most_seqs=max(planned.profile.spec.limits.max_num_seqs, of_role.max_num_seqs),
     )
     at_plan = solve(case)

@@ -101,7 +101,9 @@ def answer_search(
     manifest = None if asked.is_from_flags else asked.deployment.spec
     not_kept = () if manifest is None else tuple(_not_kept(manifest))
     typed = Typed(program_name(sys.argv[0]), tuple(files), flags, work)
-    first = typed.row(found.result.ranked[0], manifest) if found.result.ranked else None
+    first = (
+        typed.row(found.result.ranked[0], manifest, is_assumed=found.wanted.is_assumed) if found.result.ranked else None
+    )
     return replace(found, price=price, not_kept=not_kept, first=first, result=_named(found.result, named))
 
 

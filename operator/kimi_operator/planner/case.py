@@ -65,6 +65,8 @@ class Case(Struct, frozen=True):
     timing: Timing | None = None
     longest: int = 1
     """Tokens of a request that must fit whatever the workload's are, such as maxModelLen."""
+    is_set: bool = False
+    """A lane runs as many as come up to `most_seqs`, however long that takes: targets are judged and choose nothing."""
 
     def __post_init__(self) -> None:
         """Raises InvalidSpec for counts below 1."""

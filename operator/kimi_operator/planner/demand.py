@@ -103,6 +103,7 @@ def _case(s: Settings, room: Room, demand: Demand, slots: int | None) -> Case:
         max_positions=longest_of(s),
         timing=None if demand.timing is None else demand.timing(room.shape, role_spec.groups),
         longest=s.longest,
+        is_set=slots is not None,
     )
 
 

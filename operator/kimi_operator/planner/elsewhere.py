@@ -67,7 +67,9 @@ def with_more_seqs(
 
 
 def _remedy(problem: Problem, request: Search, spec: KimiDeploymentSpec) -> str:
-    met = [each for each in _solved(request, spec) if problem.field not in {miss.field for miss in each[1]}]
+    # its own layout meets it with fewer running requests, which the problem says itself
+    elsewhere = (each for each in _solved(request, spec) if each[0] != _layout(spec))
+    met = [each for each in elsewhere if problem.field not in {miss.field for miss in each[1]}]
     if not met:
         return f"no other tensorParallel or size of a group on the same nodes meets it: {problem.remedy}"
 
@@ -118,6 +120,11 @@ def _splits(request: Search, spec: KimiDeploymentSpec, role: Role) -> Iterator[t
             shape = GroupShape(nodes, gpus, tensor_parallel)
             if divides(request.architecture, shape):
                 yield shape, total // nodes
+
+
+def _layout(spec: KimiDeploymentSpec) -> Layout:
+    prefill, decode = (_shape(spec, role) for role in (Role.PREFILL, Role.DECODE))
+    return Layout(prefill, spec.prefill.groups, decode, spec.decode.groups)
 
 
 def _shape(spec: KimiDeploymentSpec, role: Role) -> GroupShape:

@@ -16,7 +16,7 @@ from kimi_operator.planner.budget import Budget, PoolDesign
 from kimi_operator.planner.case import Bound, Case, Limit, Solution, Stretch, Timing
 from kimi_operator.planner.memory import MemoryLine
 from kimi_operator.planner.targets import doubted, missed
-from kimi_operator.planner.units import binding, bytes_text, ceil_div, counted
+from kimi_operator.planner.units import binding, bytes_text, ceil_div, counted, most
 from kimi_operator.planner.workload import Lengths, fixed
 
 MOST_SEQS = 4096
@@ -101,15 +101,6 @@ def unused(case: Case, solution: Solution) -> tuple[MemoryLine, ...]:
     return tuple(line for line in lines + kept if line.bytes)
 
 
-def most(allows: Callable[[int], bool], least: int, greatest: int) -> int:
-    """The greatest number up to `greatest` that is allowed, when all from `least` to it are; else `least` - 1."""
-    low, high = least - 1, greatest
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if allows(middle) else (low, middle - 1)
-    return low
-
-
 def _need(case: Case, requests: Lengths) -> Callable[[int], int]:
     """Running requests -> pages or blocks that they take: the longest request beside mean ones."""
     longest, total = _longest_and_total(case.budget.design, requests)
@@ -128,7 +119,7 @@ def _bounds(case: Case) -> Iterator[Bound]:
     if case.budget.captures is not None and case.budget.pool_bytes is not None:
         yield _graphs_bound(case)
     yield _memory_bound(case, case.requests)
-    if case.timing is not None:
+    if case.timing is not None and not case.is_set:
         yield from _time_bounds(case, case.timing)
     running = case.workload.running
     if running is not None and case.role is Role.DECODE:
@@ -141,7 +132,8 @@ def _lanes_bound(case: Case) -> Bound:
     """What a lane may run, its slots beside the pages of the longest request."""
     seqs = most(lambda n: case.budget.holds(case.longest_request, n), 1, case.most_seqs)
     if seqs == case.most_seqs:
-        return Bound(Limit.LANES, seqs, f"{counted(case.lanes, 'lane')}, each at most {seqs}")
+        whose = "its maxNumSeqs" if case.is_set else "the profile's limit"
+        return Bound(Limit.LANES, seqs, f"{counted(case.lanes, 'lane')}, each at most {seqs}, {whose}")
     how = f"a request of {counted(case.longest_request, 'token')}, prompt and answer, must fit beside the slots of all"
     return Bound(Limit.LANES, seqs, how)
 
@@ -200,7 +192,7 @@ def _at_context(case: Case, tokens: int) -> tuple[Limit, int]:
     if case.budget.captures is not None and case.budget.pool_bytes is not None:
         bounds.append(_graphs_bound(case))
     bounds.append(_memory_bound(case, fixed(tokens)))
-    if case.timing is not None and case.workload.tpot_s is not None and case.role is Role.DECODE:
+    if case.timing is not None and case.workload.tpot_s is not None and case.role is Role.DECODE and not case.is_set:
         bounds.append(_tpot_bound(case.timing, tokens, case.workload.tpot_s))
     tightest = min(bounds, key=lambda bound: bound.max_num_seqs)
     return tightest.limit, tightest.max_num_seqs

@@ -133,6 +133,7 @@ class Search(Struct, frozen=True, dict=True):
             max_positions=self.longest,
             timing=None if self.timing is None else self.timing(shape, groups),
             longest=self.max_model_len or 1,
+            is_set=stated is not None,
         )
 
     def _most_seqs(self, budget: Budget) -> int:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 
 from msgspec import Struct
 
 from kimi_operator.api.deployment import Role
 from kimi_operator.errors import Problem
 from kimi_operator.planner.case import Case, Solution, Timing
-from kimi_operator.planner.units import counted
+from kimi_operator.planner.units import counted, most
 
 TPOT, TTFT = "workload.targets.tpotSeconds", "workload.targets.ttftSeconds"
 TARGETS = (TPOT, TTFT)
@@ -83,11 +84,17 @@ def _judged(case: Case, seqs: int) -> Iterator[Judged]:
 
 def _tpot(case: Case, timing: Timing, target_s: float, seqs: int) -> Judged:
     context = min(case.workload.mean_context, case.max_positions)
-    running = 1 if timing.decode_step_s(1, context) > target_s else seqs
+    meets = partial(_meets, timing, context, target_s)
+    running = seqs if meets(1) else 1
     load = running, context
     band_s = None if timing.decode_band_s is None else timing.decode_band_s(*load)
-    what = f"the step of {'one request' if running == 1 else f'{running:,} requests'} of {counted(context, 'token')}"
-    return Judged(TPOT, target_s, timing.decode_step_s(*load), band_s, what, "raise it")
+    what = f"a step of {counted(running, 'request')} a lane, each of {counted(context, 'token')}"
+    fewer = f"lower spec.decode.maxNumSeqs to {most(meets, 1, running - 1)}, or " if running > 1 else ""
+    return Judged(TPOT, target_s, timing.decode_step_s(*load), band_s, what, f"{fewer}raise it")
+
+
+def _meets(timing: Timing, context: int, target_s: float, running: int) -> bool:
+    return timing.decode_step_s(running, context) <= target_s
 
 
 def _ttft(case: Case, timing: Timing, target_s: float) -> Judged:

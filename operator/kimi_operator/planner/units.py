@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 _SEVERAL = ("captures", "lanes", "pages", "slots")
 """What stands in the plural; `maxNumSeqs` does not."""
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
@@ -28,3 +30,12 @@ def binding(what: str) -> str:
 def ceil_div(amount: int, unit: int) -> int:
     """The fewest whole units that hold an amount."""
     return -(-amount // unit)
+
+
+def most(allows: Callable[[int], bool], least: int, greatest: int) -> int:
+    """The greatest number up to `greatest` that is allowed, when all from `least` to it are; else `least` - 1."""
+    low, high = least - 1, greatest
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if allows(middle) else (low, middle - 1)
+    return low

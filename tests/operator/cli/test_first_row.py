@@ -106,20 +106,26 @@ def test_a_manifest_that_is_the_first_layout_needs_no_edit(run: Run, tmp_path: P
     assert searched(run, "-f", manifest, "--search", 4)[1]["command"] == f"kimictl plan -f {manifest}"
 
 
-def test_unequal_shapes_without_a_manifest_are_fields_of_one(run: Run, tmp_path: Path) -> None:
-    first, how = searched(run, *UNEQUAL)
+@pytest.mark.parametrize(
+    ("asked", "target"),
+    [(UNEQUAL, ()), ((*CHIP, 4), ("--target-tpot", "10ms")), ((*CHIP, 8), ("--target-tpot", "10ms"))],
+)
+def test_unequal_sizes_without_a_manifest_are_fields_of_one(
+    run: Run, tmp_path: Path, asked: tuple[object, ...], target: tuple[object, ...]
+) -> None:
+    first, how = searched(run, *asked, *target)
     assert how["command"] is None
-    (line,) = (each for each in run("plan", *UNEQUAL)[1].splitlines() if each.startswith("to plan row 1"))
+    (line,) = (each for each in run("plan", *asked, *target)[1].splitlines() if each.startswith("to plan row 1"))
     assert line.startswith("to plan row 1, write a manifest with spec.prefill: {groups: ")
     told = re.findall(r"spec\.(\w+): (\{.*?\})", line)
-    document = yaml.safe_load((EXAMPLES / "mi325x-2p2d.yaml").read_text())
+    document = yaml.safe_load((EXAMPLES / f"{asked[1]}-2p2d.yaml").read_text())
     del document["spec"]["model"]["maxModelLen"]
     for role, sizes in told:
         assert yaml.safe_load(sizes) == how["spec"][role]
         document["spec"][role] |= yaml.safe_load(sizes)
     manifest = tmp_path / "unequal.yaml"
     manifest.write_text(yaml.safe_dump(document))
-    check_plan(json.loads(run("plan", "-f", manifest, "-o", "json")[1]), first)
+    check_plan(json.loads(run("plan", "-f", manifest, *target, "-o", "json")[1]), first)
 
 
 def test_each_form_says_it_under_the_table_and_nothing_where_nothing_fits(run: Run) -> None:

@@ -57,14 +57,15 @@ def workload_step_s() -> float:
 
 MISSED_BY_TP2 = ms((step_s(2) + step_s(4)) / 2)
 BARELY_MET = ms((step_s() + band_s()[1]) / 2)
+ONE_A_LANE = ("--concurrency", 8)
 
 
 @pytest.mark.parametrize("start", STARTS)
 def test_a_missed_target_names_the_layout_that_meets_it(run: Run, start: tuple[object, ...]) -> None:
-    status, out, _ = run("plan", *start, *LENGTHS, "--target-tpot", MISSED_BY_TP2)
+    status, out, _ = run("plan", *start, *LENGTHS, *ONE_A_LANE, "--target-tpot", MISSED_BY_TP2)
     assert status == 1
     (miss,) = [line for line in out.splitlines() if line.startswith(("misses: ", "warning: "))]
-    least = f"expected at least {step_s():.4g} s, the step of one request"
+    least = f"expected at least {step_s():.4g} s, a step of 1 request a lane"
     assert miss.startswith(f"misses: --target-tpot: got {MISSED_BY_TP2}, {least}")
     low, high = band_s()
     unsure = f"; within the band of {low:.4g} to {high:.4g} s: not sure"
@@ -73,7 +74,7 @@ def test_a_missed_target_names_the_layout_that_meets_it(run: Run, start: tuple[o
 
 @pytest.mark.parametrize("start", STARTS)
 def test_a_target_that_is_met_within_the_band_alone_is_said_once(run: Run, start: tuple[object, ...]) -> None:
-    flags = (*start, *LENGTHS, "--target-tpot", BARELY_MET)
+    flags = (*start, *LENGTHS, *ONE_A_LANE, "--target-tpot", BARELY_MET)
     status, out, _ = run("plan", *flags)
     assert status == 0
     (warning,) = [line for line in out.splitlines() if "band of" in line]
@@ -114,7 +115,7 @@ def test_what_if_says_it_though_nothing_of_it_changes(run: Run, tmp_path: Path) 
 def test_a_comparison_says_it_of_each_manifest(run: Run, tmp_path: Path) -> None:
     other = tmp_path / "k3.yaml"
     other.write_text(MI300X.read_text().replace("maxModelLen: 524288", "maxModelLen: 262144"))
-    flags = ("plan", "--compare", MI300X, other, *LENGTHS, "--target-tpot", BARELY_MET)
+    flags = ("plan", "--compare", MI300X, other, *LENGTHS, *ONE_A_LANE, "--target-tpot", BARELY_MET)
     status, out, _ = run(*flags)
     assert status == 0
     assert all(cell.startswith("yes, not sure: --target-tpot: got ") for cell in fits_of(out))
@@ -173,3 +174,21 @@ def test_plan_and_search_agree_on_a_target_that_prompts_wait_for(run: Run) -> No
         assert same[key] == [told]
         assert plan["meets_workload"] == (key == "not_sure")
     assert "wait for prefill, which binds" in run("plan", *flags, "--target-ttft", f"{0.95 * ttft_s:.2f}s")[1]
+
+
+@pytest.mark.parametrize("lengths", [LENGTHS, ()])
+def test_a_target_is_judged_at_as_many_as_the_plan_runs(run: Run, tmp_path: Path, lengths: tuple[object, ...]) -> None:
+    """What a lane could run under the target is nothing that it does run; the remedy that is told makes it so."""
+    twice = ms(2 * step_s())
+    stated = ("--max-num-seqs", 30) if lengths else ()
+    start = ("plan", "--chip", "mi300x", "--nodes", 4, *lengths, "--target-tpot")
+    low = json.loads(run(*start, twice, *stated, "-o", "json")[1])["decode"]["max_num_seqs"]
+    assert low > 8
+    status, out, _ = run(*start, ms(1.1 * step_s()), *stated)
+    assert status == 1
+    (miss,) = [line for line in out.splitlines() if line.startswith("misses: ")]
+    assert f"a step of {low} requests a lane, each of " in miss
+    fewer = re.search(r"lower --max-num-seqs to (\d+), or raise it$", miss)
+    assert fewer is not None
+    assert run(*start, ms(1.1 * step_s()), "--max-num-seqs", fewer[1])[0] == 0
+    assert run(*start, ms(1.1 * step_s()), "--max-num-seqs", int(fewer[1]) + 1)[0] == 1
