@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from kimi_operator.api.deployment import Role, TransportChoice
+from kimi_operator.api.deployment import KvPrecision, Role, TransportChoice
 from kimi_operator.cli.cost import Cost, all_figures
 from kimi_operator.cli.figures import Figure, of_plan, reserved_of, sum_of, weights_of
 from kimi_operator.cli.outlook import Outlook, RoleOutlook
 from kimi_operator.cli.text import workload_text
 from kimi_operator.planner import MemoryLine
 from kimi_operator.planner.designs import Designs, compare_designs
-from kimi_operator.planner.plan import KV_DTYPES, Plan
+from kimi_operator.planner.plan import Plan
 from kimi_operator.planner.units import bytes_text
 
 
@@ -169,7 +169,7 @@ def _of_plan(outlook: Outlook) -> Iterator[Figure]:
     plan, spec, stated = outlook.plan, outlook.planned.profile.spec, outlook.planned.deployment.spec
     profile = f"profile {plan.profile}"
     formula = "spec.precision.kvCache, or the profile's runtime.kvCacheDtype where it is Auto"
-    if stated.precision.kv_cache in KV_DTYPES:
+    if stated.precision.kv_cache is not KvPrecision.AUTO:
         values, source = f"{stated.precision.kv_cache}", "spec.precision.kvCache"
     else:
         values = f"Auto: {spec.runtime.kv_cache_dtype} of the profile"

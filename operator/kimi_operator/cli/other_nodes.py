@@ -16,6 +16,7 @@ from kimi_operator.cli.outlook import assumed_lengths
 from kimi_operator.errors import InvalidSpec
 from kimi_operator.planner import Plan
 from kimi_operator.planner.layout import MAX_NODES
+from kimi_operator.planner.plan import kv_dtype_of
 from kimi_operator.planner.refusals import shortage
 from kimi_operator.planner.space import longest_request, worker_search
 from kimi_operator.planner.workload import Workload, fixed
@@ -63,16 +64,15 @@ class Asked(Struct, frozen=True):
 
     def _is_found(self) -> bool:
         """Whether a search of so many nodes finds a layout for the lengths that it assumes."""
-        profile = self.chip.spec
         if not 1 <= self.nodes <= MAX_NODES:
             return False
         try:
-            model = parse(KimiDeployment, self.document(self.num_groups)).spec.model
-            a = architecture(model.architecture)
+            spec = parse(KimiDeployment, self.document(self.num_groups)).spec
+            a = architecture(spec.model.architecture)
         except InvalidSpec:
             return False
-        context = min(profile.limits.context_tokens_per_seq, longest_request(a, model.max_model_len))
-        prompt, output = assumed_lengths(context)
-        workload, kv = Workload(fixed(prompt), fixed(output)), profile.runtime.kv_cache_dtype
-        request = worker_search(a, profile, kv, workload, self.nodes)
-        return shortage(replace(request, max_model_len=model.max_model_len, is_assumed=True)) is None
+        profile, stated = self.chip.spec, spec.model.max_model_len
+        prompt, output = assumed_lengths(profile.limits, longest_request(a, stated))
+        workload = Workload(fixed(prompt), fixed(output))
+        request = worker_search(a, profile, kv_dtype_of(spec, profile), workload, self.nodes)
+        return shortage(replace(request, max_model_len=stated, is_assumed=True)) is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from msgspec import Struct
 
 from kimi_operator.api.deployment import Role
+from kimi_operator.api.profile import LimitsSpec
 from kimi_operator.cli.manifests import Planned
 from kimi_operator.errors import Problem
 from kimi_operator.planner import MemoryLine, Plan, RolePlan
@@ -145,13 +146,13 @@ class Outlook(Struct, frozen=True):
 
 def assumed_workload(planned: Planned, plan: Plan) -> Workload:
     """What is assumed where nobody stated lengths: requests of the context that the profile sets aside for each."""
-    context = min(planned.profile.spec.limits.context_tokens_per_seq, plan.decode.max_model_len)
-    prompt, output = assumed_lengths(context)
+    prompt, output = assumed_lengths(planned.profile.spec.limits, plan.decode.max_model_len)
     return Workload(fixed(prompt), fixed(output))
 
 
-def assumed_lengths(context: int) -> tuple[int, int]:
-    """Prompt and output tokens of a request of so many."""
+def assumed_lengths(limits: LimitsSpec, longest: int) -> tuple[int, int]:
+    """Prompt and output tokens of a request that fills its context, where none may have more than `longest`."""
+    context = min(limits.context_tokens_per_seq, longest)
     output = max(1, context // ASSUMED_OUTPUT_SHARE)
     return max(1, context - output), output
 

@@ -23,7 +23,7 @@ from kimi_operator.cli.flags import DeploymentFlags, WorkloadFlags, refuse
 from kimi_operator.cli.outlook import assumed_lengths
 from kimi_operator.errors import InvalidSpec, KimiError
 from kimi_operator.planner import Architecture
-from kimi_operator.planner.plan import KV_DTYPES
+from kimi_operator.planner.plan import kv_dtype_of
 from kimi_operator.planner.search import Candidate, SearchResult, search
 from kimi_operator.planner.space import longest_request, worker_search
 from kimi_operator.planner.workload import Workload, read_workload
@@ -111,12 +111,11 @@ def _found(asked: Asked, num_nodes: int) -> Found:
     spec = asked.deployment.spec
     profile = select_profile(spec, asked.profiles, node_labels=())
     model = architecture(spec.model.architecture)
-    kv = KV_DTYPES.get(spec.precision.kv_cache, profile.spec.runtime.kv_cache_dtype)
     document = asked.workload or ({} if spec.workload is None else dump(spec.workload))
     longest = longest_request(model, spec.model.max_model_len)
-    workload = _workload(document, min(profile.spec.limits.context_tokens_per_seq, longest))
+    workload = _workload(document, assumed_lengths(profile.spec.limits, longest))
     wanted = Wanted(workload, num_nodes, spec.model.max_model_len, not has_lengths(document))
-    return find_layouts(model, profile, kv, wanted)
+    return find_layouts(model, profile, kv_dtype_of(spec, profile.spec), wanted)
 
 
 def _not_kept(spec: KimiDeploymentSpec) -> Iterator[str]:
@@ -139,10 +138,10 @@ def _named(result: SearchResult, asked: Asked) -> SearchResult:
     return replace(result, ranked=ranked, shortage=shortage)
 
 
-def _workload(document: Mapping[str, Any], context: int) -> Workload:
-    """The stated workload; without lengths, requests of so many tokens."""
+def _workload(document: Mapping[str, Any], assumed: tuple[int, int]) -> Workload:
+    """The stated workload; without lengths, requests of the assumed ones."""
     if not has_lengths(document):
-        prompt, output = assumed_lengths(context)
+        prompt, output = assumed
         document = {**document, "prompt": prompt, "output": output}
     return read_workload(document)
 

@@ -34,6 +34,7 @@ from kimi_operator.cli.views import DOES_NOT_FIT, FITS, Answer, lines
 from kimi_operator.errors import InvalidSpec, Problem
 from kimi_operator.planner import Infeasible
 from kimi_operator.planner.predict import Prediction
+from kimi_operator.planner.space import longest_request
 from kimi_operator.planner.units import counted
 
 
@@ -94,7 +95,8 @@ def _with_assumed(changed: Inputs, first: Planned) -> tuple[Inputs, tuple[str, .
     if len(missing) != 1 or first.deployment.spec.workload is not None:
         return changed, ()
     if isinstance(first.plan, Infeasible):
-        lengths = assumed_lengths(first.profile.spec.limits.context_tokens_per_seq)
+        longest = longest_request(first.architecture, first.deployment.spec.model.max_model_len)
+        lengths = assumed_lengths(first.profile.spec.limits, longest)
     else:
         assumed = assumed_workload(first, first.plan)
         lengths = assumed.prompt.longest, assumed.output.longest

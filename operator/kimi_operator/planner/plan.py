@@ -32,7 +32,7 @@ from kimi_operator.planner.memory import ExpertFormat, MemoryLine, expert_format
 from kimi_operator.planner.pools import Room, Settings, cut_pools, pool_lines
 from kimi_operator.planner.units import counted
 
-KV_DTYPES = {KvPrecision.BF16: DType.BFLOAT16, KvPrecision.FP32: DType.FLOAT32}
+_KV_DTYPES = {KvPrecision.BF16: DType.BFLOAT16, KvPrecision.FP32: DType.FLOAT32}
 
 MAY_SHRINK = (
     "; the plan chose maxNumSeqs: with more memory it may choose a higher one and leave fewer KV pages; set "
@@ -159,8 +159,14 @@ def _settings(
                 "spec.handoff.transport", "MoRIIO", "NIXL on a profile whose runtime.device is cpu", "set NIXL or Auto"
             )
         )
-    kv_dtype = KV_DTYPES.get(spec.precision.kv_cache, runtime.kv_cache_dtype)
-    return Settings(a, spec, profile, kv_dtype, transport, spec.model.max_model_len or 1), tuple(problems)
+    return Settings(a, spec, profile, kv_dtype_of(spec, profile), transport, spec.model.max_model_len or 1), tuple(
+        problems
+    )
+
+
+def kv_dtype_of(spec: KimiDeploymentSpec, profile: HardwareProfileSpec) -> DType:
+    """What cached MLA rows are kept in: as the deployment says, else as the profile does."""
+    return _KV_DTYPES.get(spec.precision.kv_cache, profile.runtime.kv_cache_dtype)
 
 
 def _plan(s: Settings, profile: HardwareProfile, cuts: list[_Cut], demand: Demand | None) -> Plan:

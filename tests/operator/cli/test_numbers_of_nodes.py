@@ -52,15 +52,16 @@ def test_no_number_of_nodes_mends_a_number_of_groups(run: Run) -> None:
     assert "nodes" not in err
 
 
+@pytest.mark.parametrize("others", [(), ("--kv-cache", "FP32", "--max-model-len", 2**20)])
 @pytest.mark.parametrize("nodes", [1, 3, 5, 7, 9, 13])
 @pytest.mark.parametrize("chip", ["mi300x", "mi325x", "mi355x"])
-def test_each_number_that_is_told_can_be(run: Run, chip: str, nodes: int) -> None:
-    _, _, err = run("plan", "--chip", chip, "--nodes", nodes)
+def test_each_number_that_is_told_can_be(run: Run, chip: str, nodes: int, others: tuple[object, ...]) -> None:
+    _, _, err = run("plan", "--chip", chip, "--nodes", nodes, *others)
     told = re.search(r"write --nodes (\d+)(?: or (\d+))?(, or --search \d+ instead)?", err)
     assert told is not None
     for each in filter(None, told.groups()[:2]):
-        assert run("plan", "--chip", chip, "--nodes", each)[0] == 0
-    found = json.loads(run("plan", "--chip", chip, "--search", nodes, "-o", "json")[1])["ranked"]
+        assert run("plan", "--chip", chip, "--nodes", each, *others)[0] == 0
+    found = json.loads(run("plan", "--chip", chip, "--search", nodes, *others, "-o", "json")[1])["ranked"]
     assert bool(told[3]) == bool(found)
 
 

@@ -36,9 +36,12 @@ def test_one_length_takes_the_other_from_the_assumed_ones(
     assert note in run("plan", *start, "--what-if", edit)[1].splitlines()
 
 
-def test_of_a_plan_that_does_not_fit_the_profiles_context_is_assumed(run: Run) -> None:
-    small = ("--chip", "mi300x", "--nodes", 2)
+@pytest.mark.parametrize(("most", "assumed"), [((), "2,048"), (("--max-model-len", 8192), "1,024")])
+def test_of_a_plan_that_does_not_fit_the_profiles_context_is_assumed(
+    run: Run, most: tuple[object, ...], assumed: str
+) -> None:
+    small = ("--chip", "mi300x", "--nodes", 2, *most)
     edits = ("--what-if", "spec.prefill.nodesPerGroup=2", "--what-if", "spec.decode.nodesPerGroup=2")
-    status, out, err = run("plan", *small, *edits, "--what-if", "workload.prompt=32000")
+    status, out, err = run("plan", *small, *edits, "--what-if", "workload.prompt=7000")
     assert (status, err) == (0, "")
-    assert "workload.output is 2,048 tokens (assumed: none was given)" in out
+    assert f"workload.output is {assumed} tokens (assumed: none was given)" in out
