@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from kimi_operator.api.deployment import Role
 from kimi_operator.errors import InvalidSpec, Problem
 from kimi_operator.planner.case import Limit, Solution
 from kimi_operator.planner.layout import MAX_NODES, check_longest
 from kimi_operator.planner.refusals import Reason, Refusal, refusals, shortage
+from kimi_operator.planner.solve import most
 from kimi_operator.planner.space import Layout, Search, block_pools, layouts, page_pools
 from kimi_operator.planner.targets import told
 from kimi_operator.planner.workload import check_lengths
@@ -56,6 +58,8 @@ class SearchResult(Struct, frozen=True):
 def search(request: Search) -> SearchResult:
     """All layouts on at most `num_nodes` nodes: those that meet the workload first, then by throughput or capacity.
 
+    Decode has all groups that the nodes allow; with a throughput only those without which it would be less.
+
     Raises InvalidSpec when the number of nodes, maxModelLen or the workload's lengths are out of range.
     """
     a = request.architecture
@@ -85,9 +89,9 @@ def _rank(candidate: Candidate) -> tuple[float, ...]:
     layout = candidate.layout
     return (
         len({miss.field for miss in candidate.misses}),
-        -(candidate.throughput or 0.0),
-        -candidate.capacity,
+        -(candidate.capacity if candidate.throughput is None else candidate.throughput),
         layout.nodes,
+        -candidate.capacity,
         -candidate.longest,
         layout.decode.nodes,
         layout.prefill.nodes,
@@ -97,9 +101,33 @@ def _rank(candidate: Candidate) -> tuple[float, ...]:
 
 def _candidates(request: Search) -> Iterator[Candidate]:
     for layout in layouts(request):
-        prefill = request.outcome(Role.PREFILL, layout.prefill, layout.prefill_groups)
-        decode = request.outcome(Role.DECODE, layout.decode, layout.decode_groups)
+        used = layout if request.throughput is None else _with_fewest_groups(request, layout, request.throughput)
+        prefill = request.outcome(Role.PREFILL, used.prefill, used.prefill_groups)
+        decode = _decode(request, used)
         assert isinstance(prefill, Solution), prefill
-        assert isinstance(decode, Solution), decode
-        rate = None if request.throughput is None else request.throughput(layout, decode)
-        yield Candidate(layout, prefill, decode, rate, *told((prefill, decode), request.queued(layout, decode)))
+        rate = None if request.throughput is None else request.throughput(used, decode)
+        yield Candidate(used, prefill, decode, rate, *told((prefill, decode), request.queued(used, decode)))
+
+
+def _decode(request: Search, layout: Layout) -> Solution:
+    decode = request.outcome(Role.DECODE, layout.decode, layout.decode_groups)
+    assert isinstance(decode, Solution), decode
+    return decode
+
+
+def _with_fewest_groups(request: Search, layout: Layout, throughput: Callable[[Layout, Solution], float]) -> Layout:
+    """The same without decode groups that add no throughput and meet nothing: prompts wait no longer without them."""
+
+    def without(num_groups: int) -> Layout:
+        return replace(layout, decode_groups=layout.decode_groups - num_groups)
+
+    def served(other: Layout) -> tuple[float, int]:
+        decode = _decode(request, other)
+        return throughput(other, decode), -len(decode.misses)
+
+    def loses_nothing(num_groups: int) -> bool:
+        return all(some >= whole for some, whole in zip(served(without(num_groups)), all_serve, strict=True))
+
+    most_fewer, all_serve = layout.decode_groups - 1, served(layout)
+    # in most layouts each group adds something: no other number needs to be tried
+    return without(most(loses_nothing, 1, most_fewer)) if most_fewer and loses_nothing(1) else layout

@@ -149,6 +149,41 @@ def test_a_throughput_ranks_before_capacity() -> None:
     assert "throughput" in result.objective
 
 
+def test_of_equal_throughput_the_fewest_nodes_come_first_and_no_smaller_layout_is_left_out() -> None:
+    def rate(layout: Layout, decode: Solution) -> float:
+        """So many prompts that two groups of two nodes compute, or that the answers' lanes keep up with."""
+        return min(16.0, layout.lanes(Role.PREFILL), decode.running / 40)
+
+    request = replace(search_of("mi325x", 10), throughput=rate)
+    result = search(request)
+    keys = [(-(each.throughput or 0), each.layout.nodes) for each in result.ranked]
+    assert keys == sorted(keys)
+    for found in result.ranked:
+        fewer = replace(found.layout, decode_groups=found.layout.decode_groups - 1)
+        decode = request.outcome(Role.DECODE, fewer.decode, fewer.decode_groups) if fewer.decode_groups else None
+        assert not isinstance(decode, Solution) or rate(fewer, decode) < (found.throughput or 0)
+    every = every_layout(request)
+    assert max(every.values()) == result.ranked[0].throughput
+    least = min(layout.nodes for layout, each in every.items() if each == result.ranked[0].throughput)
+    assert result.ranked[0].layout.nodes == least
+
+
+def every_layout(request: Search) -> dict[Layout, float]:
+    """Each number of groups of each role beside each other, with its throughput."""
+    counts, found = range(1, request.num_nodes + 1), {}
+    shapes = [GroupShape(nodes, 8, tensor_parallel) for nodes in counts for tensor_parallel in (1, 2, 4, 8)]
+    fitting = {role: [shape for shape in shapes if request.fits(role, shape)] for role in Role}
+    for prefill, decode in itertools.product(*fitting.values()):
+        for groups in itertools.product(counts, repeat=2):
+            layout = Layout(prefill, groups[0], decode, groups[1])
+            if layout.nodes <= request.num_nodes and prefill.tensor_parallel == decode.tensor_parallel:
+                outcome = request.outcome(Role.DECODE, decode, groups[1])
+                assert isinstance(outcome, Solution)
+                assert request.throughput is not None
+                found[layout] = request.throughput(layout, outcome)
+    return found
+
+
 def test_layouts_that_meet_the_targets_come_before_larger_ones_that_do_not() -> None:
     def timing(shape: GroupShape, groups: int) -> Timing:
         step_s = 0.2 / shape.tensor_parallel
