@@ -168,7 +168,7 @@ def _speed(prefill: RoleOutlook, decode: RoleOutlook, workload: Workload, foreca
     curve = tuple(map(point, sorted(concurrencies)))
     bend = map(point, {*_bend(curve)} - concurrencies)
     curve = tuple(sorted((*curve, *bend), key=lambda each: each.concurrency))
-    at = next(each for each in curve if each.concurrency == asked)
+    at = forecast.arriving(next(each for each in curve if each.concurrency == asked))
     alone = request.prefill(forecast.chunk_tokens)
     busy_lanes = forecast.busy_lanes(sides[1].setup, prefill.groups)
     return Speed(

@@ -28,7 +28,8 @@ _HANDOFF = "bytes of a request / (bandwidth of its network card x geometric mean
 _BOUND = (
     "the least of concurrency / (TPOT + prefill of a prompt beside the others / tokens of an answer), of full lanes / "
     "TPOT, and of "
-    "what prefill feeds: its lanes x tokens of an answer / time of a prompt while all of them compute"
+    "what prefill feeds: its lanes x tokens of an answer / time of a prompt while all of them compute; no more than a "
+    "stated rate brings"
 )
 _BEND = "the point of the curve that is farthest above the straight line from its first to its last, both scaled to 1"
 
@@ -124,6 +125,8 @@ def _bounds(outlook: Outlook, speed: Speed) -> str:
     if running < at.concurrency:
         bounds.append(f"lanes {running:,} / {token} ms")
     bounds.append(f"prefill {outlook.prefill.lanes:,} lanes x {outputs:,} / {_prompt_beside_all(outlook)} ms")
+    if outlook.workload.requests_per_second is not None:
+        bounds.append(f"rate {float(outlook.workload.requests_per_second):g} x {outputs:,}")
     return f"min({', '.join(bounds)})"
 
 

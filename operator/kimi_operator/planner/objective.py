@@ -144,7 +144,7 @@ class Forecast(Struct, frozen=True, dict=True):
 
     def queued_on(self, layout: Layout, decode: Solution) -> Judged | None:
         """The same of a layout, at the load that its throughput is of."""
-        if self._point(layout, decode).binds != "prefill":
+        if self.workload.ttft_s is None or self._point(layout, decode).binds != "prefill":
             return None
         return self.queued(layout.prefill, layout.prefill_groups, self.point(layout, decode))
 
@@ -177,7 +177,17 @@ class Forecast(Struct, frozen=True, dict=True):
         # The solver counted what memory holds, so a place is as good as a page of a whole request.
         held = Capacity(decode.max_num_seqs, decode.max_num_seqs, request.prompt_tokens + request.output_tokens)
         point = curve_of(decodes, held, request, prefills)
-        return point(self.clients(self.workload.running or decode.running, point))
+        return self.arriving(point(self.clients(self.workload.running or decode.running, point)))
+
+    def arriving(self, point: CurvePoint) -> CurvePoint:
+        """The point that so many clients reach, with no more output than a stated rate brings: clients are whole."""
+        rate, tokens = self.workload.requests_per_second, point.tokens_per_second
+        if rate is None:
+            return point
+        needed = float(rate) * self.request.output_tokens
+        low, value, high = (min(each, needed) for each in (tokens.low, tokens.value, tokens.high))
+        brought = replace(tokens, value=value, low=low, high=high)
+        return replace(point, tokens_per_second=brought, binds=point.binds if value < needed else "rate")
 
     def clients(self, most: int, point: Callable[[int], CurvePoint]) -> int:
         """Requests under way: `most`, and with a rate no more than it brings.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -103,6 +103,7 @@ class Asked:
 
 LONG = WorkloadFlags(prompt_tokens="20000", output_tokens="100", concurrency=900)
 SHORT = WorkloadFlags(prompt_tokens="64", output_tokens="4000", concurrency=9000)
+COMES = WorkloadFlags(prompt_tokens="4000", output_tokens="500", target_tpot="150ms")
 WHOLE_NODE = DeploymentFlags(chip="mi325x", tensor_parallel=8, nodes_per_group=1, kv_cache="FP32")
 PLANS = {
     "limits stated": Asked("mi300x-2p2d.yaml"),
@@ -114,6 +115,8 @@ PLANS = {
     "prefill binds": Asked(flags=DeploymentFlags(chip="mi300x"), work=LONG),
     "lanes bind": Asked(flags=DeploymentFlags(chip="mi325x", prefill_groups=4), work=SHORT),
     "rows and layout stated": Asked(flags=WHOLE_NODE),
+    "a rate that is served": Asked(flags=DeploymentFlags(chip="mi300x"), work=replace(COMES, requests_per_second=0.7)),
+    "a rate beyond prefill": Asked(flags=DeploymentFlags(chip="mi300x"), work=replace(COMES, requests_per_second=5.0)),
 }
 """Several chips, types, layouts and loads, with slots for handoffs and without."""
 
