@@ -12,9 +12,9 @@ from kimi_operator.errors import InvalidSpec, Problem
 from kimi_operator.planner.case import Limit, Solution
 from kimi_operator.planner.layout import MAX_NODES, check_longest
 from kimi_operator.planner.refusals import Reason, Refusal, refusals, shortage
-from kimi_operator.planner.solve import most
 from kimi_operator.planner.space import Layout, Search, block_pools, layouts, page_pools
 from kimi_operator.planner.targets import told
+from kimi_operator.planner.units import most
 from kimi_operator.planner.workload import check_lengths
 
 __all__ = ["Candidate", "Layout", "Reason", "Refusal", "Search", "SearchResult", "block_pools", "page_pools", "search"]
