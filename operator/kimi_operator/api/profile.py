@@ -258,7 +258,12 @@ class FabricSpec(ApiModel):
     fence: Literal["none", "read_back"] = Field(
         default="none", description="read_back where a completed write may not yet be visible remotely (RoCE)."
     )
-    nics_per_node: int | None = Field(default=None, ge=1, le=64, description="Network cards of a node for RDMA.")
+    nics_per_node: int | None = Field(
+        default=None,
+        ge=1,
+        le=64,
+        description="Network cards of a node for RDMA. Fewer than GPUs are shared by them; without it each has one.",
+    )
     nic_bytes_per_second: BytesPerSecond | None = Field(default=None, description="Peak bandwidth of a card, each way.")
 
 

@@ -105,10 +105,12 @@ def _hardware(outlook: Outlook) -> tuple[Architecture, HardwareProfile, DType]:
 
 
 def _handoff_values(outlook: Outlook, request: Request) -> str:
-    plan, card = outlook.plan.prefill, outlook.planned.profile.spec.fabric.nic_bytes_per_second or 0
+    plan, fabric, gpus = outlook.plan.prefill, outlook.planned.profile.spec.fabric, outlook.prefill.shape.gpus_per_node
     row = plan.page_bytes // plan.page_size_tokens
     amount = f"{counted(request.prompt_tokens, 'token')} x {row:,} B + slot of {plan.slot_bytes:,} B"
-    return f"({amount}) / ({card / 1e9:g} GB/s x sqrt({' x '.join(f'{share:g}' for share in HANDOFF_SHARES)}))"
+    card, cards = f"{(fabric.nic_bytes_per_second or 0) / 1e9:g} GB/s", fabric.nics_per_node or gpus
+    each = f"{card} x {cards} / {gpus}" if cards < gpus else card
+    return f"({amount}) / ({each} x sqrt({' x '.join(f'{share:g}' for share in HANDOFF_SHARES)}))"
 
 
 def _bounds(outlook: Outlook, speed: Speed) -> str:

@@ -118,7 +118,7 @@ def prefill_ms(setup: Setup, load: PrefillLoad, calibration: Calibration) -> Pre
 
 
 def handoff_ms(setup: Setup, tokens: int) -> Prediction:
-    """Time to write one request from a prefill rank to its decode peer, each rank over its own network card.
+    """Time to write one request from a prefill rank to its decode peer, each rank over its network card.
 
     The band is the measured bandwidth, from single transfers to batches; the value is their geometric mean.
     Raises ValueError when nobody stated the card's bandwidth.
@@ -127,8 +127,9 @@ def handoff_ms(setup: Setup, tokens: int) -> Prediction:
     if nic is None:
         raise ValueError(f"{setup.chip.name}: no bandwidth of the network card stated; handoff cannot be predicted")
     amount = handoff_bytes(setup, tokens)
-    high, low = (amount / (nic * share) * 1e3 for share in HANDOFF_SHARES)
-    how = f"{amount:,} B over one card of {nic / 1e9:.0f} GB/s"
+    cards = setup.nics_per_rank
+    high, low = (amount / (nic * cards * share) * 1e3 for share in HANDOFF_SHARES)
+    how = f"{amount:,} B over {'one card' if cards == 1 else f'{cards:.3g} of a card'} of {nic / 1e9:.0f} GB/s"
     value = math.sqrt(low * high)
     source = "MoRI-IO write benchmarks, 28 to 48 GB/s on 400 Gb/s cards; nothing fitted"
     return Prediction(value, low, high, "ms", source, (Term("bytes", value / 1e3, how),))

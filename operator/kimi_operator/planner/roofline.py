@@ -29,6 +29,8 @@ class Chip(Struct, frozen=True):
     bf16_flops: float | None = None
     link_bytes_per_second: float | None = None
     nic_bytes_per_second: float | None = None
+    nics_per_node: int | None = None
+    """None: as many as GPUs."""
     float32_slowdown: float = 16.0
     """Matrix FLOPs in bfloat16 over those in float32; where nobody stated it, the worst of known chips."""
 
@@ -89,6 +91,12 @@ class Setup(Struct, frozen=True):
     engine: Engine
     split: Split = Split.BY_EXPERT
     graphs: Graphs = Graphs.FULL
+
+    @property
+    def nics_per_rank(self) -> float:
+        """Network cards of each rank: one, or less where the ranks of a node share fewer, all of them sending."""
+        cards = self.chip.nics_per_node
+        return 1.0 if cards is None else min(1.0, cards / self.shape.gpus_per_node)
 
 
 class Constants(Struct, frozen=True):
@@ -335,7 +343,8 @@ def _exchange_s(setup: Setup, rank_tokens: float, constants: Constants) -> float
     row = 2 * rank_tokens * a.latent * ROW_ITEMSIZE
     times = [constants.exchange_s + constants.exchange_per_node_s * (shape.nodes - 1)]
     if chip.nic_bytes_per_second is not None:
-        times.append(row * (shape.nodes - 1) / (chip.nic_bytes_per_second * constants.link_share))
+        card = chip.nic_bytes_per_second * setup.nics_per_rank
+        times.append(row * (shape.nodes - 1) / (card * constants.link_share))
     if chip.link_bytes_per_second is not None and shape.gpus_per_node > 1:
         ranks_hit = distinct_experts(shape.ranks, 1, a.experts_per_token)
         times.append(row * ranks_hit / ((shape.gpus_per_node - 1) * chip.link_bytes_per_second * constants.link_share))

@@ -195,6 +195,7 @@ class Measurements(Struct, frozen=True):
             bf16_flops=gpu.bf16_flops_per_second,
             link_bytes_per_second=self.links.get(gpu.architecture),
             nic_bytes_per_second=fabric.nic_bytes_per_second,
+            nics_per_node=fabric.nics_per_node,
             **({} if slowdown is None else {"float32_slowdown": slowdown}),
         )
 

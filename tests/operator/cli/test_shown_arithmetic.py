@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -9,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
+import yaml
 from kimi_operator.cli.asking import asked_for, make_plan, outlook_of
 from kimi_operator.cli.cost import Cost, cost_of
 from kimi_operator.cli.explain import explanation_document
@@ -148,6 +150,20 @@ def test_each_numeric_figure_follows_from_its_values(outlook: Outlook) -> None:
             checked.append(figure["key"])
     assert len(checked) > 50
     assert outlook.speed is None or {"cost.prompt", "cost.output", "cost.allIn", "cost.request"} <= set(checked)
+
+
+def test_cards_that_gpus_share_are_shown(run: Run, tmp_path: Path) -> None:
+    times = []
+    for cards in (8, 1):
+        profile = yaml.safe_load(run("profile", "show", "mi300x", "-o", "yaml")[1])
+        profile["spec"]["fabric"]["nicsPerNode"] = cards
+        (tmp_path / "mine.yaml").write_text(yaml.safe_dump(profile))
+        _, out, _ = run("plan", "--chip", "mi300x", "-f", tmp_path / "mine.yaml", "--explain", "handoff", "-o", "json")
+        (figure,) = (each for each in json.loads(out)["figures"] if each["key"] == "handoff")
+        assert ("x 1 / 8" in figure["values"]) == (cards == 1)
+        check(figure["key"], figure["text"], figure["values"])
+        times.append(leading(figure["text"]))
+    assert times[1] == pytest.approx(8 * times[0], rel=ROUNDED)
 
 
 def test_memory_lines_show_what_makes_their_bytes(outlook: Outlook) -> None:

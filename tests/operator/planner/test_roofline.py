@@ -8,9 +8,7 @@ import random
 
 import pytest
 from kimi_operator.planner.memory import ExpertFormat, GroupShape
-from kimi_operator.planner.predict import (
-    roofline_s,
-)
+from kimi_operator.planner.predict import handoff_ms, roofline_s
 from kimi_operator.planner.roofline import (
     ASSUMED,
     Attention,
@@ -163,6 +161,20 @@ def test_links_that_nobody_stated_leave_the_floor() -> None:
     chunk = {term.label: term.seconds for term in prefill_terms(bare, PrefillLoad(2048))}
     assert chunk["all-reduce"] == pytest.approx(2 * 93 * 18e-6)
     assert chunk["expert exchange"] == pytest.approx(92 * 198e-6)
+
+
+@pytest.mark.parametrize(
+    ("cards", "gpus_per_node", "share"), [(None, 8, 1), (8, 8, 1), (16, 8, 1), (1, 8, 8), (2, 4, 2)]
+)
+def test_ranks_share_the_cards_of_their_node(cards: int | None, gpus_per_node: int, share: int) -> None:
+    shape = GroupShape(2, gpus_per_node, 2)
+    own, shared = (replace(DECODE, shape=shape, chip=replace(DECODE.chip, nics_per_node=n)) for n in (None, cards))
+    assert handoff_ms(shared, 50_000).value == pytest.approx(share * handoff_ms(own, 50_000).value)
+    load = PrefillLoad(2**19, chunk_tokens=2**19)
+    each, both = ({t.label: t.seconds for t in prefill_terms(s, load)}["expert exchange"] for s in (own, shared))
+    by_card = 92 * 2 * 2**18 * K3.latent * 2 / (50e9 * 0.7 / share)
+    assert both == pytest.approx(max(each, by_card))
+    assert (both > each) == (share > 1)
 
 
 def test_piecewise_graphs_cost_time_in_every_step() -> None:
