@@ -24,7 +24,7 @@ class Kind(StrEnum):
     CHOSEN = "chosen"
     """Equal, with inputs that were not published and are chosen so that it is: shows what would explain the figure."""
     DEFINITION = "definition"
-    """A sum that holds by what the figure means; nothing about hardware or model is computed."""
+    """Holds by what the figure means or was set to; of hardware and model at most that they allow it is computed."""
     NOTE = "note"
     """Known not to reconcile: shown, never fitted to. Its value must stay as its reason was written for."""
 
