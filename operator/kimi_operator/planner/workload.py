@@ -23,6 +23,9 @@ NUM_POINTS = 32
 LONGEST_PERCENTILE = 0.99
 """A log-normal has no longest: this part of it is served in full."""
 
+MOST_TPOT_S = 10
+"""Nobody waits longer for each token: a target of more is one of milliseconds."""
+
 _P95 = NormalDist().inv_cdf(0.95)
 
 
@@ -181,6 +184,7 @@ def workload_of(spec: WorkloadSpec, where: str) -> Workload:
         *_check_one_distribution(spec.prompt, f"{where}.prompt"),
         *_check_one_distribution(spec.output, f"{where}.output"),
         *_check_load(spec, where),
+        *_check_target(spec.targets.tpot_seconds, f"{where}.targets.tpotSeconds"),
     ]
     if problems:
         raise InvalidSpec(tuple(problems))
@@ -257,3 +261,9 @@ def _check_load(spec: WorkloadSpec, where: str) -> Iterator[Problem]:
     if spec.targets.tpot_seconds is None:
         expected = "a value: running requests are the rate x output tokens x TPOT"
         yield Problem(f"{where}.targets.tpotSeconds", "nothing", expected, "set it, or state concurrency instead")
+
+
+def _check_target(tpot_s: float | None, where: str) -> Iterator[Problem]:
+    if tpot_s is not None and tpot_s > MOST_TPOT_S:
+        expected = f"at most {MOST_TPOT_S} s for each token"
+        yield Problem(where, f"{tpot_s:g}", expected, f"write it in seconds: {tpot_s:g} ms are {tpot_s / 1000:g} s")

@@ -33,6 +33,7 @@ PLANS: dict[str, tuple[object, ...]] = {
         ({"prompt": {"fixed": 9, "uniform": {"min": 1, "max": 2}}, "output": 1}, "prompt: got fixed and uniform"),
         ({"prompt": 2_000_000, "output": 1}, "prompt: got 2,000,000 tokens"),
         ({**LENGTHS, "requestsPerSecond": 2}, "targets.tpotSeconds: got nothing"),
+        ({**LENGTHS, "targets": {"tpotSeconds": 60}}, "targets.tpotSeconds: got 60, expected at most 10 s for each"),
     ],
 )
 def test_bad_input_of_a_file_is_named_by_it(

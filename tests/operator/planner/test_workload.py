@@ -107,6 +107,11 @@ def test_reuse_spares_prefill_work_but_no_pages() -> None:
             "workload.requestsPerSecond: got 2 beside concurrency 4, expected one of the two; remove either",
         ),
         ({"requestsPerSecond": 2.0}, "workload.targets.tpotSeconds: got nothing"),
+        (
+            {"targets": {"tpotSeconds": 60}},
+            "workload.targets.tpotSeconds: got 60, expected at most 10 s for each token; write it in seconds: 60 ms "
+            "are 0.06 s",
+        ),
     ],
 )
 def test_what_is_wrong_is_named_with_its_value_and_a_remedy(changes: dict[str, Any], said: str) -> None:
