@@ -23,6 +23,7 @@ from pydantic.alias_generators import to_camel
 
 from kimi_operator.api.quantity import MOST_BYTES, QUANTITY_PATTERN, REFUSED, checked, read_bytes
 from kimi_operator.errors import InvalidSpec, Problem
+from kimi_operator.numerals import whole
 
 GROUP = "kimi-operator.io"
 VERSION = "v1alpha1"
@@ -41,6 +42,11 @@ class ApiModel(BaseModel):
         strict=True,
         defer_build=True,
     )
+
+    @classmethod
+    def instead_of(cls, value: object) -> str:  # noqa: ARG003 - some models know what is meant by it
+        """What to write instead of a value that is no object."""
+        return "correct the value"
 
 
 _INT_OR_STRING = {
@@ -83,6 +89,10 @@ Quantity = Annotated[
 ]
 # Any object of the Kubernetes API that this API passes on unread; the API server checks it where it is used.
 FreeForm = Annotated[dict[str, Any], WithJsonSchema({"type": "object", "x-kubernetes-preserve-unknown-fields": True})]
+
+A_LIST = "a list"
+A_WHOLE_NUMBER = "a valid integer"
+"""In pydantic's words."""
 
 MOST_SHOWN = 120
 """Characters of a wrong value in a message; it may be a whole object."""
@@ -165,10 +175,36 @@ def _problem(item: Any, where: str, model: type[BaseModel]) -> Problem:
         case "missing":
             return Problem(field, "nothing", "a value", "set it")
         case "model_type" if 0 < len(names := fields_at(model, place)) <= MOST_FIELDS:
-            return Problem(field, got, f"an object with any of {', '.join(names)}", "correct the value")
+            remedy = next(
+                each.instead_of(item["input"]) for each in _models_at(model, place) if issubclass(each, ApiModel)
+            )
+            return Problem(field, got, f"an object with any of {', '.join(names)}", remedy)
         case _:
-            expected = item["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
-            return Problem(field, got, expected, "correct the value")
+            expected = _expected(item)
+            return Problem(field, got, expected, _other_spelling(item["input"], expected))
+
+
+def _expected(item: Any) -> str:
+    """In the words of YAML and JSON, which know no tuples."""
+    match item:
+        case {"type": "too_short", "ctx": {"min_length": least}}:
+            return f"{least} or more entries"
+        case {"type": "too_long", "ctx": {"max_length": most}}:
+            return f"{most:,} entries or fewer"
+        case {"type": "tuple_type" | "list_type"}:
+            return A_LIST
+    text: str = item["msg"]
+    return text.removeprefix("Value error, ").removeprefix("Input should be ")
+
+
+def _other_spelling(value: object, expected: str) -> str:
+    """What to write instead of a value that is near what is expected: a whole number, a word of several, a list."""
+    if expected == A_WHOLE_NUMBER and (number := whole(value)) is not None:
+        return f"write {number}"
+    if expected == A_LIST and isinstance(value, int | float | str):
+        return f"write [{value}]"
+    alike = [word for word in re.findall(r"'([^']*)'", expected) if word.lower() == str(value).lower()]
+    return f"write {alike[0]}" if alike else "correct the value"
 
 
 def _named(where: str, place: Sequence[object]) -> str:
@@ -180,13 +216,25 @@ def _named(where: str, place: Sequence[object]) -> str:
 
 def fields_at(model: type[BaseModel], place: Sequence[int | str]) -> list[str]:
     """Names of the fields that the object at this place may have, as they are written; none for a free form."""
+    return list(dict.fromkeys(name for each in _models_at(model, place) for name, _ in _written_fields(each)))
+
+
+def paths_of(model: type[BaseModel], name: str) -> Iterator[str]:
+    """Where below a model a field of this name stands."""
+    for field, info in _written_fields(model):
+        if field == name:
+            yield field
+        yield from (f"{field}.{path}" for inner in _models_in(info.annotation) for path in paths_of(inner, name))
+
+
+def _models_at(model: type[BaseModel], place: Sequence[int | str]) -> list[type[BaseModel]]:
     models = [model]
     for part in place:
         inner = [field.annotation for each in models for name, field in _written_fields(each) if name == part]
         # a place in a list and a key of a table are no field, and leave what may stand there
         if inner:
             models = [found for annotation in inner for found in _models_in(annotation)]
-    return list(dict.fromkeys(name for each in models for name, _ in _written_fields(each)))
+    return models
 
 
 def _written_fields(model: type[BaseModel]) -> Iterator[tuple[str, Any]]:

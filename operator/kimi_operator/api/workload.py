@@ -10,6 +10,7 @@ from typing import Annotated
 from pydantic import ConfigDict, Field, WithJsonSchema
 
 from kimi_operator.api.base import ApiModel, rule, rules
+from kimi_operator.numerals import whole
 
 MAX_TOKENS = 16_777_216
 MAX_OBSERVED = 100_000
@@ -55,6 +56,15 @@ class LengthsSpec(ApiModel):
             )
         )
     )
+
+    @classmethod
+    def instead_of(cls, value: object) -> str:
+        """Plain numbers, and lists of them, stand for lengths."""
+        if (number := whole(value)) is not None:
+            return f"write {{fixed: {number}}}"
+        if isinstance(value, list):
+            return "write {empirical: [...]} for lengths as they were observed"
+        return "write one such as {fixed: 4096} or {uniform: {min: 1000, max: 8000}}"
 
     fixed: Tokens | None = Field(default=None, description="All of one length.")
     uniform: Uniform | None = Field(default=None, description="Any length between two, equally likely.")

@@ -25,7 +25,7 @@ from kimi_operator.cli.flag_documents import (
     typed,
     workload_document,
 )
-from kimi_operator.cli.flags import DeploymentFlags, WorkloadFlags, refuse
+from kimi_operator.cli.flags import DeploymentFlags, WorkloadFlags, known_as, refuse
 from kimi_operator.cli.look_ahead import look_ahead
 from kimi_operator.cli.manifests import Planned, deployment_of, plan_deployment, read_documents
 from kimi_operator.cli.outlook import Outlook, assumed_workload
@@ -106,13 +106,11 @@ def chip_of(flags: DeploymentFlags, profiles: Mapping[str, HardwareProfile]) -> 
         if flags.given:
             raise refuse("--chip", "nothing", f"one of {sorted(profiles)}", "name the chip of the nodes")
         raise refuse("--file", "nothing", "a manifest, flags such as --chip mi300x, or --check", "name one with -f")
-    if flags.chip in profiles:
-        return profiles[flags.chip]
-    alike = [name for name in profiles if name.lower() == flags.chip.lower()]
-    if len(alike) != 1:
+    try:
+        return profiles[known_as(flags.chip, profiles)]
+    except ValueError as error:
         remedy = "name one of them, or give its HardwareProfile with -f"
-        raise refuse("--chip", repr(flags.chip), f"one of {sorted(profiles)}", remedy)
-    return profiles[alike[0]]
+        raise refuse("--chip", repr(flags.chip), f"one of {sorted(profiles)}", remedy) from error
 
 
 def make_plan(asked: Asked) -> Planned:

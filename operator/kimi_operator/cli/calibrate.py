@@ -19,7 +19,7 @@ from kimi_operator.api.base import API_VERSION, dump, parse
 from kimi_operator.api.calibration import CalibrationSpec
 from kimi_operator.api.profile import HardwareProfile
 from kimi_operator.cli.files import profiles_in
-from kimi_operator.cli.flags import Whole
+from kimi_operator.cli.flags import Whole, read_choice
 from kimi_operator.cli.results import Results, read_results
 from kimi_operator.errors import InvalidSpec, Problem
 from kimi_operator.planner.fit import MOST_FACTOR, Change, Sample, Use, refit
@@ -67,7 +67,7 @@ def calibrate(  # noqa: PLR0913 - the options of a command
     groups: Whole = None,
     name: str | None = None,
     file: Annotated[list[Path] | None, Parameter(name=["--file", "-f"], allow_leading_hyphen=True, negative=())] = None,
-    output: Annotated[Output, Parameter(name=["--output", "-o"])] = "text",
+    output: Annotated[Output, Parameter(name=["--output", "-o"], converter=read_choice, n_tokens=1)] = "text",
 ) -> int:
     """`kimictl profile calibrate`; its help stands beside the list of commands.
 

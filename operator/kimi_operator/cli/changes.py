@@ -10,13 +10,14 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-from kimi_operator.api.base import dump, parse
+from kimi_operator.api.base import dump, fields_at, parse, paths_of
 from kimi_operator.api.deployment import KimiDeployment, KimiDeploymentSpec, Role
-from kimi_operator.api.profile import Basis, HardwareProfile
+from kimi_operator.api.profile import Basis, HardwareProfile, HardwareProfileSpec
 from kimi_operator.cli.figures import Figure, factor_of, with_band
 from kimi_operator.cli.files import read_value
-from kimi_operator.cli.flags import refuse
+from kimi_operator.cli.flags import known_as, refuse
 from kimi_operator.errors import InvalidSpec
+from kimi_operator.numerals import whole
 from kimi_operator.planner.predict import Prediction
 from kimi_operator.planner.units import counted
 
@@ -57,11 +58,19 @@ def edited(inputs: Inputs, edits: Iterable[str], profiles: Mapping[str, Hardware
         inputs = _edited(inputs, edit)
         name = _chip_of(inputs)
         if name != inputs.profile["metadata"]["name"]:
-            if not isinstance(name, str) or name not in profiles:
-                expected = f"the name of a HardwareProfile: one of {sorted(profiles)}"
-                raise refuse("--what-if chip", repr(name), expected, "name one, or give its file with -f")
-            inputs = replace(inputs, profile=dump(profiles[name]))
+            inputs = _on_chip(inputs, name, profiles)
     return inputs
+
+
+def _on_chip(inputs: Inputs, name: object, profiles: Mapping[str, HardwareProfile]) -> Inputs:
+    """The inputs with the profile of this name, in capitals or not. Raises InvalidSpec where there is none."""
+    try:
+        profile = profiles[known_as(name if isinstance(name, str) else "", profiles)]
+    except ValueError as error:
+        expected = f"the name of a HardwareProfile: one of {sorted(profiles)}"
+        raise refuse("--what-if chip", repr(name), expected, "name one, or give its file with -f") from error
+    deployment = _set(inputs.deployment, "spec.hardware.profile", profile.metadata.name, "chip")
+    return replace(inputs, deployment=deployment, profile=dump(profile))
 
 
 def _check_once(edits: Iterable[str]) -> None:
@@ -96,10 +105,21 @@ def _edited(inputs: Inputs, edit: str) -> Inputs:
         if section == "workload":
             return _with_workload(inputs, rest, value, edit)
         return replace(inputs, profile=_with_source(_set(inputs.profile, f"spec.{rest}", value, edit), rest))
+    _check_begins_with_a_field(key, edit)
     deployment = inputs.deployment
     for path in _paths(key):
         deployment = _set(deployment, path, value, edit)
     return replace(inputs, deployment=deployment)
+
+
+def _check_begins_with_a_field(key: str, edit: str) -> None:
+    """Raises InvalidSpec for the name alone of a field that stands deeper, with its path."""
+    if key in SHORT or "." in key or key in fields_at(KimiDeploymentSpec, ()):
+        return
+    paths = [*paths_of(KimiDeploymentSpec, key), *(f"profile.{path}" for path in paths_of(HardwareProfileSpec, key))]
+    if paths:
+        expected = f"the path of a field: {' or '.join(paths)}"
+        raise refuse("--what-if", repr(edit), expected, f"write {edit.replace(key, paths[0], 1)}")
 
 
 def _with_workload(inputs: Inputs, rest: str, value: object, edit: str) -> Inputs:
@@ -122,6 +142,8 @@ def _with_nodes(inputs: Inputs, nodes: object) -> Inputs:
     groups = {role: spec.role(role).groups for role in Role}
     least = math.gcd(*groups.values())
     step = sum(now.values()) // least
+    if not isinstance(nodes, int) and (number := whole(nodes)) is not None:
+        raise refuse("--what-if nodes", repr(nodes), "a whole number", f"write nodes={number}")
     if not isinstance(nodes, int) or isinstance(nodes, bool) or nodes < step or nodes % step:
         expected = f"a multiple of {step}: whole groups of both roles in the proportion {_shares(now)}"
         keys = " and ".join(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Container, Mapping
-from decimal import Decimal
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,11 +12,12 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from kimi_operator.api.base import API_VERSION
-from kimi_operator.api.deployment import Role
+from kimi_operator.api.deployment import KvPrecision, Role
 from kimi_operator.api.profile import HardwareProfile
 from kimi_operator.cli.files import read_objects
-from kimi_operator.cli.flags import MOST_WRITTEN, DeploymentFlags, WorkloadFlags, refuse, shown
+from kimi_operator.cli.flags import MOST_WRITTEN, DeploymentFlags, WorkloadFlags, known_as, refuse, shown
 from kimi_operator.errors import InvalidSpec, Problem
+from kimi_operator.numerals import whole
 from kimi_operator.planner.layout import MAX_NODES
 from kimi_operator.planner.workload import check_lengths, read_workload
 
@@ -153,7 +153,7 @@ def deployment_document(flags: DeploymentFlags, chip: HardwareProfile) -> dict[s
         "maxNumSeqs": flags.max_num_seqs,
     }
     model = {
-        "architecture": _stated(flags.architecture, "kimi-k3"),
+        "architecture": _stated(flags.architecture, "kimi-k3").lower(),
         "checkpoint": {"hostPath": {"path": CHECKPOINT_PATH}},
         "maxModelLen": flags.max_model_len,
     }
@@ -164,10 +164,18 @@ def deployment_document(flags: DeploymentFlags, chip: HardwareProfile) -> dict[s
         "spec": {
             "model": _without_none(model),
             "hardware": {"profile": chip.metadata.name},
-            "precision": {"kvCache": _stated(flags.kv_cache, "Auto")},
+            "precision": {"kvCache": _kv_cache(flags.kv_cache)},
             **{role: _without_none({"groups": number, **shape}) for role, number in groups.items()},
         },
     }
+
+
+def _kv_cache(stated: str | None) -> str:
+    """In capitals or not; what is none is refused as in a manifest."""
+    try:
+        return known_as(_stated(stated, KvPrecision.AUTO), KvPrecision)
+    except ValueError:
+        return str(stated)
 
 
 def _nodes_per_group(flags: DeploymentFlags, num_groups: int, chip: HardwareProfile) -> int:
@@ -264,9 +272,7 @@ def _file(file: Path) -> Mapping[str, Any]:
     return found[0]
 
 
-_FACTORS = {"k": 1000, "m": 1_000_000}
 _RANGE = re.compile(r"([0-9][0-9_,]*)(?:-([0-9][0-9_,]*))?")
-_SHORT = re.compile(r"([0-9]+(?:\.[0-9]+)?)([km])", re.IGNORECASE)
 _TIME = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(ms|s)")
 
 
@@ -277,7 +283,7 @@ def _lengths(flag: str, text: str | None) -> int | dict[str, Any] | None:
         raise refuse(flag, shown(text), "a number of tokens, or MIN-MAX", "write 4096 or 1000-8000")
     match = _RANGE.fullmatch(text)
     if match is None:
-        in_full = _SHORT.sub(lambda short: str(int(Decimal(short[1]) * _FACTORS[short[2].lower()])), text)
+        in_full = "-".join(str(whole(part)) for part in text.split("-"))
         remedy = f"write {in_full}" if _RANGE.fullmatch(in_full) else "write 4096 or 1000-8000; others in --workload"
         raise refuse(flag, repr(text), "a number of tokens, or MIN-MAX", remedy)
     least, most = (None if part is None else int(re.sub("[_,]", "", part)) for part in match.groups())

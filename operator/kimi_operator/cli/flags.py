@@ -6,17 +6,15 @@ no texts here, which would have to be read once more for each flag.
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, TypeAlias
+from typing import Annotated, TypeAlias, get_args
 
 from cyclopts import Group, Parameter, Token
 
 from kimi_operator.errors import InvalidSpec, Problem
-
-MOST_EXACT = 2.0**53
-"""Whole numbers from here on are not written in full as they were meant."""
+from kimi_operator.numerals import MOST_EXACT, whole
 
 MANIFEST = Group("A deployment from flags, instead of --file", sort_key=1)
 WORKLOAD = Group("The workload", sort_key=2)
@@ -43,6 +41,8 @@ def read_whole(_: object, tokens: Sequence[Token]) -> int:
 
 def _other_whole(text: str) -> str:
     """What to write instead, where the text is another number."""
+    if (meant := whole(text)) is not None:
+        return f"write {meant}"
     try:
         number = float(text)
     except ValueError:
@@ -53,6 +53,20 @@ def _other_whole(text: str) -> str:
         return "write one of fewer digits"
     low = math.floor(number)
     return f"write {low}" if low == number else f"write {low} or {low + 1}"
+
+
+def read_choice(choices: object, tokens: Sequence[Token]) -> str:
+    """One of the texts that a flag takes, in capitals or not. Raises ValueError, which the parser says by the flag."""
+    return known_as(tokens[0].value, get_args(choices))
+
+
+def known_as(text: str, names: Iterable[str]) -> str:
+    """The name that is written, in capitals or not. Raises ValueError for what is none of them, or might be several."""
+    names = list(names)
+    alike = [name for name in names if name.lower() == text.lower()]
+    if text not in names and len(alike) != 1:
+        raise ValueError(text)
+    return text if text in names else alike[0]
 
 
 def read_number(_: object, tokens: Sequence[Token]) -> float:
@@ -171,7 +185,8 @@ class WorkloadFlags:
         Parameter(
             group=WORKLOAD,
             allow_leading_hyphen=True,
-            help="YAML with prompt, output (N, {uniform}, {logNormal}, {empirical}), reuse, targets and concurrency.",
+            help="YAML with prompt and output (each N, {uniform: {min: N, max: N}}, {logNormal: {median: N, p95: N}} "
+            "or {empirical: [N, N]}), reuse, concurrency and targets ({ttftSeconds: 5, tpotSeconds: 0.06}).",
         ),
     ] = None
     prompt_tokens: Annotated[str | None, Parameter(group=WORKLOAD, help="N, or MIN-MAX.")] = None

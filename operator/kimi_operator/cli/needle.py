@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from kimi_operator.cli.ask import Answer, Service, ask, choose_model
 from kimi_operator.cli.compare import Difference, compare
-from kimi_operator.cli.flags import read_whole
+from kimi_operator.cli.flags import read_choice, read_whole
 from kimi_operator.cli.haystack import FRAME_TOKENS, MAX_NEEDLES, NEEDLE_TOKENS, Needle, make_run
 from kimi_operator.cli.report import Level, Row, Run, document, print_run, progress
 from kimi_operator.errors import InvalidSpec, Problem
@@ -54,7 +54,9 @@ def needle(  # noqa: PLR0913 - the options of a command
     model: str | None = None,
     logprob_bound: float = 0.01,
     timeout_s: float = 600.0,
-    output: Annotated[Literal["text", "json"], Parameter(name=["--output", "-o"])] = "text",
+    output: Annotated[
+        Literal["text", "json"], Parameter(name=["--output", "-o"], converter=read_choice, n_tokens=1)
+    ] = "text",
 ) -> int:
     """`kimictl needle`; its help stands beside the list of commands.
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from kimi_operator.cli.flags import DeploymentFlags, View, WorkloadFlags, refuse
+from kimi_operator.cli.flags import DeploymentFlags, View, WorkloadFlags, read_choice, refuse
 
 Output = Literal["text", "json", "yaml", "markdown", "html"]
 OUTPUTS: dict[str, tuple[Output, ...]] = {
@@ -21,7 +21,7 @@ OUTPUTS: dict[str, tuple[Output, ...]] = {
 def plan(
     *,
     file: Annotated[list[Path] | None, Parameter(name=["--file", "-f"], allow_leading_hyphen=True, negative=())] = None,
-    output: Annotated[Output, Parameter(name=["--output", "-o"])] = "text",
+    output: Annotated[Output, Parameter(name=["--output", "-o"], converter=read_choice, n_tokens=1)] = "text",
     deployment: Annotated[DeploymentFlags | None, Parameter(name="*")] = None,
     workload: Annotated[WorkloadFlags | None, Parameter(name="*")] = None,
     view: Annotated[View | None, Parameter(name="*")] = None,

@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from kimi_operator.api.base import dump
 from kimi_operator.api.profile import HardwareProfile
 from kimi_operator.cli.files import STANDARD_INPUT, profiles_in, read_objects
+from kimi_operator.cli.flags import known_as, read_choice
 from kimi_operator.errors import ClusterUnavailable, InvalidSpec, Problem
 from kimi_operator.planner.units import bytes_text
 from kimi_operator.profiles.detect import Refused, drafted_by, match_labels
@@ -25,7 +26,7 @@ from kimi_operator.profiles.support import support_warning, worker_support
 
 Output = Literal["text", "json", "yaml", "markdown"]
 Files = Annotated[list[Path] | None, Parameter(name=["--file", "-f"], allow_leading_hyphen=True, negative=())]
-Format = Annotated[Output, Parameter(name=["--output", "-o"])]
+Format = Annotated[Output, Parameter(name=["--output", "-o"], converter=read_choice, n_tokens=1)]
 
 KUBECTL_TIMEOUT_S = 30.0
 HEAD = ("NAME", "GPU", "PARTITION", "GPUS", "MEMORY", "CUS", "HBM TB/S", "WORKER", "UNMEASURED", "DEVICE IDS")
@@ -73,12 +74,11 @@ def show(name: str, *, file: Files = None, output: Format = "text") -> None:
         text or markdown; json or yaml: the HardwareProfile itself.
     """
     profiles = _profiles(file)
-    alike = [known for known in profiles if known.lower() == name.lower()]
-    if name not in profiles and len(alike) == 1:
-        name = alike[0]
-    if name not in profiles:
-        raise _refuse("profile", repr(name), f"one of {sorted(profiles)}", "name one of them, or give its file with -f")
-    profile = profiles[name]
+    try:
+        profile = profiles[known_as(name, profiles)]
+    except ValueError as error:
+        remedy = "name one of them, or give its file with -f"
+        raise _refuse("profile", repr(name), f"one of {sorted(profiles)}", remedy) from error
     _print(output, dump(profile), _markdown(profile) if output == "markdown" else _text(profile))
 
 
@@ -129,7 +129,7 @@ def _facts(wanted: str) -> NodeFacts:
         raise _refuse("node", repr(wanted), "the name of a node, or a file", "see `kubectl get nodes`")
     path = Path(wanted)
     looks_like_file = "/" in wanted or path.suffix in {".json", ".yaml", ".yml"}
-    if path != STANDARD_INPUT and not looks_like_file and not path.is_file():
+    if path != STANDARD_INPUT and not looks_like_file and not path.exists():
         return read_node(_one_node(wanted, [_ask_kubectl(wanted)]))
     node = _one_node(wanted, read_objects(path))
     try:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from kimi_operator.cli.flags import DeploymentFlags
+from kimi_operator.cli.flags import DeploymentFlags, read_choice
 from kimi_operator.cli.session_flags import SessionFlags, TableFlags
 
 Output = Literal["text", "json", "yaml", "markdown", "html"]
@@ -15,7 +15,7 @@ Output = Literal["text", "json", "yaml", "markdown", "html"]
 def replay(
     *,
     file: Annotated[list[Path] | None, Parameter(name=["--file", "-f"], allow_leading_hyphen=True, negative=())] = None,
-    output: Annotated[Output, Parameter(name=["--output", "-o"])] = "text",
+    output: Annotated[Output, Parameter(name=["--output", "-o"], converter=read_choice, n_tokens=1)] = "text",
     deployment: Annotated[DeploymentFlags | None, Parameter(name="*")] = None,
     sessions: Annotated[SessionFlags | None, Parameter(name="*")] = None,
     tables: Annotated[TableFlags | None, Parameter(name="*")] = None,

@@ -16,6 +16,7 @@ from kimi_operator.api.base import parse
 from kimi_operator.api.deployment import Role
 from kimi_operator.api.workload import ONE_DISTRIBUTION, LengthsSpec, WorkloadSpec
 from kimi_operator.errors import InvalidSpec, Problem
+from kimi_operator.numerals import whole
 from kimi_operator.planner.units import counted
 
 NUM_POINTS = 32
@@ -201,7 +202,8 @@ def workload_of(spec: WorkloadSpec, where: str) -> Workload:
 
 
 def _number_is_fixed(value: object) -> object:
-    return {"fixed": value} if isinstance(value, int) and not isinstance(value, bool) else value
+    is_fixed = (isinstance(value, int) and not isinstance(value, bool)) or whole(value) is not None
+    return {"fixed": value} if is_fixed else value
 
 
 def check_lengths(

@@ -189,6 +189,18 @@ def test_requests_longer_than_the_plan_are_a_miss(run: Run) -> None:
     assert "misses: --prompt-tokens: got 600,000 tokens, expected less than 524,288 tokens" in out
 
 
+@pytest.mark.parametrize(
+    ("written", "exact"),
+    [
+        (("-o", "JSON"), ("-o", "json")),
+        (("-o", "json", "--kv-cache", "bf16"), ("-o", "json", "--kv-cache", "BF16")),
+        (("-o", "json", "--architecture", "Kimi-K3"), ("-o", "json", "--architecture", "kimi-k3")),
+    ],
+)
+def test_names_are_known_in_capitals_or_not(run: Run, written: tuple[str, ...], exact: tuple[str, ...]) -> None:
+    assert run("plan", "--chip", "mi300x", *written) == run("plan", "--chip", "MI300X", *exact)
+
+
 CHIP = ("--chip", "mi300x")
 LENGTHS = ("--prompt-tokens", "2048", "--output-tokens", "128")
 
@@ -211,6 +223,9 @@ LENGTHS = ("--prompt-tokens", "2048", "--output-tokens", "128")
         ((*CHIP, "--decode-groups", "1000"), "--decode-groups: got 1000, expected less than or equal to 64"),
         ((*CHIP, "--max-num-seqs", "0"), "--max-num-seqs: got 0, expected greater than or equal to 1"),
         ((*CHIP, "--max-model-len", "0"), "--max-model-len: got 0, expected greater than or equal to 1"),
+        ((*CHIP, "--max-model-len", "1M"), "--max-model-len: got '1M', expected a whole number; write 1000000\n"),
+        ((*CHIP, "--max-model-len", "1e4"), "--max-model-len: got '1e4', expected a whole number; write 10000\n"),
+        ((*CHIP, "--max-model-len", "long"), "--max-model-len: got 'long', expected a whole number; write one such"),
         ((*CHIP, "--kv-cache", "FP4"), "--kv-cache: got 'FP4', expected 'Auto', 'BF16' or 'FP32'"),
         ((*CHIP, "--architecture", "kimi-k9"), "--architecture: got 'kimi-k9', expected one of ['kimi-k3'"),
         ((*CHIP, "--prompt-tokens", "x"), "--prompt-tokens: got 'x', expected a number of tokens, or MIN-MAX"),
@@ -233,6 +248,7 @@ LENGTHS = ("--prompt-tokens", "2048", "--output-tokens", "128")
         ((*CHIP, "--prompt-tokens", "20k"), "--prompt-tokens: got '20k', expected a number of tokens, or MIN-MAX; wr"),
         ((*CHIP, "--prompt-tokens", "20k"), "; write 20000\n"),
         ((*CHIP, "--prompt-tokens", "1.5K-2m"), "; write 1500-2000000\n"),
+        ((*CHIP, "--prompt-tokens", "1k-2k-3k"), "; write 4096 or 1000-8000; others in --workload\n"),
         ((*CHIP, *LENGTHS, "--reuse", "1"), "--reuse: got 1, expected a number from 0 to below 1; write the share"),
         ((*CHIP, *LENGTHS, "--reuse", "-0.1"), "--reuse: got -0.1, expected a number from 0 to below 1"),
         ((*CHIP, *LENGTHS, "--reuse", "nan"), "--reuse: got nan, expected a number from 0 to below 1"),

@@ -20,6 +20,37 @@ def groups_of(run: Run, *arguments: object) -> tuple[str, dict[str, str]]:
     return found["after"], {row["key"]: row["after"] for row in found["changes"] if row["key"].endswith(".groups")}
 
 
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        ("nodes=8.0", "--what-if nodes: got 8.0, expected a whole number; write nodes=8\n"),
+        (
+            "concurrency=8",
+            "--what-if: got 'concurrency=8', expected the path of a field: workload.concurrency; write wo",
+        ),
+        ("tpotSeconds=1", "; write workload.targets.tpotSeconds=1\n"),
+        ("groups=2", "expected the path of a field: prefill.groups or decode.groups; write prefill.groups=2\n"),
+        ("hbmBytesPerSecond=1", "; write profile.gpu.hbmBytesPerSecond=1\n"),
+        ("profile.gpu.hbmBytesPerSecond=4.0e+12", "got 4000000000000.0, expected a valid integer; write 4000000000000"),
+        ("kvCache=bf16", "got 'bf16', expected 'Auto', 'BF16' or 'FP32'; write BF16\n"),
+        ("chip=mi99", "--what-if chip: got 'mi99', expected the name of a HardwareProfile: one of ['mi300x', "),
+        ("foo=1", "--what-if: spec.foo: got 1, expected no such field"),
+    ],
+)
+def test_what_is_nearly_an_edit_is_told_what_to_write(run: Run, edit: str, said: str) -> None:
+    status, _, err = run("plan", "-f", MI300X, "--what-if", edit)
+    assert status == 2
+    assert said in err
+
+
+def test_a_chip_is_known_in_capitals(run: Run) -> None:
+    small, large = (
+        run("plan", "-f", MI300X, "--what-if", f"chip={name}", "-o", "yaml") for name in ("mi325x", "MI325X")
+    )
+    assert small[1].replace("chip=mi325x", "chip=MI325X") == large[1]
+    assert small[0] == large[0]
+
+
 def test_two_and_two_nodes_become_four_and_four(run: Run) -> None:
     heading, groups = groups_of(run, "-f", MI300X, "--what-if", "nodes=8")
     assert heading == "nodes=8 (4 prefill, 4 decode)"

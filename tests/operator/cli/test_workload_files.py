@@ -46,6 +46,40 @@ def test_bad_input_of_a_file_is_named_by_it(
     assert f"--workload {file}: {field}" in err
 
 
+@pytest.mark.parametrize(
+    ("prompt", "said"),
+    [
+        ("100k", "prompt.fixed: got '100k', expected a valid integer; write 100000"),
+        (4096.0, "prompt.fixed: got 4096.0, expected a valid integer; write 4096"),
+        ({"fixed": "1.5M"}, "prompt.fixed: got '1.5M', expected a valid integer; write 1500000"),
+        ("1000-8000", "prompt: got '1000-8000', expected an object .*; write one such as {fixed: 4096} or {uniform: "),
+        ([1, 2], "prompt: got [1, 2], expected an object .*; write {empirical: [...]} for lengths as they were"),
+        ({"empirical": []}, "prompt.empirical: got [], expected 1 or more entries; "),
+        ({"empirical": 5}, "prompt.empirical: got 5, expected a list; write [5]"),
+    ],
+)
+def test_lengths_of_another_form_are_told_theirs(run: Run, tmp_path: Path, prompt: object, said: str) -> None:
+    file = tmp_path / "load.yaml"
+    file.write_text(yaml.safe_dump({**LENGTHS, "prompt": prompt}), encoding="utf-8")
+    _, _, err = run("plan", "--chip", "mi300x", "--workload", file)
+    got, _, rest = said.partition(".*")
+    assert err.startswith(f"kimictl: --workload {file}: {got}")
+    assert rest in err
+
+
+@pytest.mark.parametrize(("prompt", "remedy"), [(14336, "{fixed: 14336}"), ("14k", "{fixed: 14000}")])
+def test_a_plain_length_of_a_manifest_is_told_its_form(run: Run, tmp_path: Path, prompt: object, remedy: str) -> None:
+    """The API server takes no plain number there."""
+    manifest = yaml.safe_load(WITH_OWN.read_text())
+    manifest["spec"]["workload"]["prompt"] = prompt
+    own = tmp_path / "own.yaml"
+    own.write_text(yaml.safe_dump(manifest), encoding="utf-8")
+    status, _, err = run("plan", "-f", own)
+    assert status == 2
+    assert err.startswith(f"kimictl: {own}: spec.workload.prompt: got {prompt!r}, expected an object with any of fixed")
+    assert err.endswith(f"; write {remedy}\n")
+
+
 @pytest.mark.parametrize("plan", PLANS)
 def test_what_is_missed_of_a_file_is_named_by_it(run: Run, tmp_path: Path, plan: str) -> None:
     file = tmp_path / "load.yaml"

@@ -446,6 +446,14 @@ def test_a_bad_name_and_a_missing_file_are_refused(run: Run, tmp_path: Path) -> 
         assert "No such file" in err
 
 
+def test_a_folder_is_not_asked_of_kubectl(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "nodes").mkdir()
+    monkeypatch.chdir(tmp_path)
+    status, _, err = run("from-node", "nodes")
+    assert status == 2
+    assert "nodes: got Is a directory, expected a readable file" in err
+
+
 DEVICES = st.sampled_from(["74a1", "74b5", "74a2", "74b6", "75a3", "7777", "0000"])
 PARTITIONS = st.sampled_from(["spx_nps1", "dpx_nps1", "dpx_nps2", "tpx_nps1", "qpx_nps1", "cpx_nps4", "cpx_nps1", None])
 SIZES = st.sampled_from(["1G", "23G", "24G", "48G", "96G", "144G", "192G", "193G", "256G", "288G", None])
