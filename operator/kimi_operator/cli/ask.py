@@ -11,7 +11,8 @@ from typing import Any
 import httpx
 from msgspec import Struct, field
 
-from kimi_operator.errors import ClusterUnavailable, InvalidSpec, Problem
+from kimi_operator.cli.flags import refuse
+from kimi_operator.errors import ClusterUnavailable
 
 ANSWER_TOKENS = 64
 """Enough for six digits, a sentence around them and the tags that end a message."""
@@ -81,7 +82,7 @@ async def choose_model(http: httpx.AsyncClient, url: str, wanted: str | None) ->
         raise ClusterUnavailable(f"{url}/v1/models is not an OpenAI API: {reply.text[:100]!r}") from error
     if not names or (wanted is not None and wanted not in names):
         served = ", ".join(names) or "nothing"
-        raise InvalidSpec((Problem("--model", str(wanted), f"one that {url} serves: {served}", "name one of them"),))
+        raise refuse("--model", str(wanted), f"one that {url} serves: {served}", "name one of them")
     return wanted or names[0]
 
 

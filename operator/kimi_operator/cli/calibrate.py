@@ -19,9 +19,8 @@ from kimi_operator.api.base import API_VERSION, dump, parse
 from kimi_operator.api.calibration import CalibrationSpec
 from kimi_operator.api.profile import HardwareProfile
 from kimi_operator.cli.files import profiles_in
-from kimi_operator.cli.flags import Whole, read_choice
+from kimi_operator.cli.flags import Whole, read_choice, refuse
 from kimi_operator.cli.results import Results, read_results
-from kimi_operator.errors import InvalidSpec, Problem
 from kimi_operator.planner.fit import MOST_FACTOR, Change, Sample, Use, refit
 from kimi_operator.planner.roofline import DecodeLoad, PrefillLoad, Setup, Split
 from kimi_operator.planner.units import ceil_div, counted
@@ -139,7 +138,7 @@ def _whole(profile: HardwareProfile, fragment: Mapping[str, Any], name: str) -> 
     """The profile as the fragment leaves it, under a name of its own. Raises InvalidSpec for what is no name."""
     if not NAME.fullmatch(name):
         expected = "a name of lower-case letters, digits, dots and hyphens"
-        raise _refuse("--name", repr(name), expected, f"write {profile.metadata.name}-measured")
+        raise refuse("--name", repr(name), expected, f"write {profile.metadata.name}-measured")
     document = dump(profile)
     calibration = document["spec"].get("calibration") or {}
     document["metadata"] = {"name": name}
@@ -153,7 +152,7 @@ def _layout(nodes: int | None, gpus_per_node: int | None, tensor_parallel: int |
     stated = {name: value for name, value in given.items() if value is not None}
     if stated and len(stated) < len(given):
         missing = ", ".join(sorted(given.keys() - stated.keys()))
-        raise _refuse("--nodes, --gpus-per-node, --tensor-parallel", f"no {missing}", "all three", "state the others")
+        raise refuse("--nodes, --gpus-per-node, --tensor-parallel", f"no {missing}", "all three", "state the others")
     return stated or None
 
 
@@ -161,12 +160,12 @@ def _calibrate(results: Results, profiles: Mapping[str, HardwareProfile], where:
     """Fit each phase that the run has points of. Raises InvalidSpec for what it does not state or what cannot be."""
     if results.chip is None or results.chip not in profiles:
         got = "nothing" if results.chip is None else repr(results.chip)
-        raise _refuse(
+        raise refuse(
             f"{where}: chip", got, f"one of {sorted(profiles)}", "state it, or --chip, or add a profile with -f"
         )
     if results.layout is None:
         remedy = "state it, or --nodes, --gpus-per-node and --tensor-parallel"
-        raise _refuse(f"{where}: layout", "nothing", "nodes, gpusPerNode and tensorParallel", remedy)
+        raise refuse(f"{where}: layout", "nothing", "nodes, gpusPerNode and tensorParallel", remedy)
     published, profile = built_in_measurements(), profiles[results.chip]
     model = built_in_architecture(results.architecture)
     check_layout(model, results.layout.shape, where)
@@ -193,7 +192,7 @@ def _calibrate(results: Results, profiles: Mapping[str, HardwareProfile], where:
         except ValueError as error:
             remedy = f"check {UNITS[name]}, model, layout and chip, and the bandwidth and FLOPs in the profile"
             expected = f"a time that the chip can reach, and no more than {MOST_FACTOR} times as long"
-            raise _refuse(f"{where}: {name}", str(error), expected, remedy) from error
+            raise refuse(f"{where}: {name}", str(error), expected, remedy) from error
     return Calibrated(results, profile.metadata.name, setup, samples, changes)
 
 
@@ -237,7 +236,7 @@ def _one_a_load(samples: list[Sample], field: str) -> list[Sample]:
         if max(times_s) > MOST_BETWEEN_REPEATS * min(times_s):
             got = f"{1e3 * min(times_s):.4g} and {1e3 * max(times_s):.4g} ms for {same[0].name}"
             expected = f"times of one load within a factor of {MOST_BETWEEN_REPEATS:g}"
-            raise _refuse(field, got, expected, "leave out the disturbed run, or check units, layout and groups")
+            raise refuse(field, got, expected, "leave out the disturbed run, or check units, layout and groups")
         name = same[0].name if len(same) == 1 else f"{same[0].name}, {len(same)} times"
         merged.append(replace(same[0], name=name, measured_s=statistics.geometric_mean(times_s)))
     return merged
@@ -345,7 +344,3 @@ def _text(done: Calibrated) -> Iterator[str]:
 def _percent(share: float | None) -> str:
     """Signed, with no minus before a zero."""
     return "-" if share is None else f"{round(share, 3) + 0.0:+.1%}"
-
-
-def _refuse(field: str, got: str, expected: str, remedy: str) -> InvalidSpec:
-    return InvalidSpec((Problem(field, got, expected, remedy),))

@@ -13,7 +13,8 @@ import yaml
 
 from kimi_operator.api.base import MOST_SHOWN, check_plain, parse
 from kimi_operator.api.profile import HardwareProfile
-from kimi_operator.errors import InvalidSpec, KimiError, Problem
+from kimi_operator.cli.flags import refuse
+from kimi_operator.errors import InvalidSpec, KimiError
 from kimi_operator.profiles import built_in_profiles
 
 MANIFEST = "an object with apiVersion, kind, metadata and spec"
@@ -52,10 +53,10 @@ def read_value(where: str, text: str) -> object:
     try:
         value = yaml.load(text, Loader=UniqueKeys)  # noqa: S506 - it adds to the safe one
     except DuplicateKeyError as error:
-        raise _refuse(where, str(error), "each key once", "leave one of them") from error
+        raise refuse(where, str(error), "each key once", "leave one of them") from error
     except (yaml.YAMLError, ValueError, TypeError, AttributeError, RecursionError) as error:
         got = _TOO_MANY if _DIGITS in str(error) else repr(text[:MOST_SHOWN])
-        raise _refuse(where, got, "a value", "quote it as in YAML") from error
+        raise refuse(where, got, "a value", "quote it as in YAML") from error
     check_values(where, value)
     check_plain(value, where)
     return value
@@ -84,11 +85,7 @@ def profiles_in(files: Iterable[Path]) -> Mapping[str, HardwareProfile]:
 
 def refuse_file(files: Iterable[Path], got: str, expected: str, remedy: str = "mend the file") -> InvalidSpec:
     """One thing that is wrong with these files."""
-    return _refuse(", ".join(str(file) for file in files), got, expected, remedy)
-
-
-def _refuse(where: str, got: str, expected: str, remedy: str) -> InvalidSpec:
-    return InvalidSpec((Problem(where, got, expected, remedy),))
+    return refuse(", ".join(str(file) for file in files), got, expected, remedy)
 
 
 def text_of(file: Path) -> str:
@@ -197,9 +194,9 @@ def check_values(where: str, document: object) -> None:
         value = waiting.pop()
         inside = list(value.values()) if isinstance(value, Mapping) else value if isinstance(value, list) else []
         if isinstance(value, Mapping) and (odd := [key for key in value if not isinstance(key, str | int | float)]):
-            raise _refuse(where, f"the key {odd[0]!r}", "keys that are text", "quote it")
+            raise refuse(where, f"the key {odd[0]!r}", "keys that are text", "quote it")
         left -= len(inside)
         if left < 0:
             expected = f"at most {MOST_VALUES:,} values, with each alias written out"
-            raise _refuse(where, "more values", expected, "mend its aliases, or name another file")
+            raise refuse(where, "more values", expected, "mend its aliases, or name another file")
         waiting += inside

@@ -235,5 +235,5 @@ def flag_name(field: str) -> str:
 
 
 def refuse(field: str, got: str, expected: str, remedy: str) -> InvalidSpec:
-    """One thing that is wrong with the command line."""
+    """One thing that is wrong with what the user wrote."""
     return InvalidSpec((Problem(field, got, expected, remedy),))

@@ -15,12 +15,12 @@ from cyclopts import Parameter
 from msgspec import Struct
 from msgspec.structs import replace
 
+from kimi_operator.cli import INTERRUPTED
 from kimi_operator.cli.ask import Answer, Service, ask, choose_model
 from kimi_operator.cli.compare import Difference, compare
-from kimi_operator.cli.flags import read_choice, read_whole
+from kimi_operator.cli.flags import read_choice, read_whole, refuse
 from kimi_operator.cli.haystack import FRAME_TOKENS, MAX_NEEDLES, NEEDLE_TOKENS, Needle, make_run
 from kimi_operator.cli.report import Level, Row, Run, document, print_run, progress
-from kimi_operator.errors import InvalidSpec, Problem
 
 MOST_REQUESTS = 4096
 """All prompts of a run are made before it starts."""
@@ -30,9 +30,6 @@ MOST_SECONDS = 86_400
 MOST_PORT = 65_535
 
 Count = Annotated[int, Parameter(converter=read_whole, n_tokens=1)]
-
-INTERRUPTED = 130
-"""Exit status after Ctrl-C, as a shell gives it."""
 
 
 class Job(Struct, frozen=True):
@@ -118,9 +115,9 @@ def _check_address(flag: str, address: str | None) -> None:
     try:
         url = httpx.URL(address)
     except httpx.InvalidURL as error:
-        raise _wrong(flag, repr(address), f"an address ({error})", "try http://127.0.0.1:8000") from error
+        raise refuse(flag, repr(address), f"an address ({error})", "try http://127.0.0.1:8000") from error
     if url.scheme not in ("http", "https") or not url.host or (url.port or 0) > MOST_PORT:
-        raise _wrong(
+        raise refuse(
             flag,
             repr(address),
             "an address with http:// or https:// and a port that can be",
@@ -131,9 +128,9 @@ def _check_address(flag: str, address: str | None) -> None:
 def _check_bounds(timeout_s: float, logprob_bound: float) -> None:
     """NaN is within no bounds."""
     if not 0 < timeout_s <= MOST_SECONDS:
-        raise _wrong("--timeout-s", f"{timeout_s:g}", f"above 0 and up to {MOST_SECONDS:,} s", "try 600")
+        raise refuse("--timeout-s", f"{timeout_s:g}", f"above 0 and up to {MOST_SECONDS:,} s", "try 600")
     if not 0 <= logprob_bound < math.inf:
-        raise _wrong("--logprob-bound", f"{logprob_bound:g}", "a difference from 0", "try 0.01")
+        raise refuse("--logprob-bound", f"{logprob_bound:g}", "a difference from 0", "try 0.01")
 
 
 def _levels(text: str) -> list[int]:
@@ -143,28 +140,24 @@ def _levels(text: str) -> list[int]:
         levels = [0]
     if min(levels) < 1 or sum(levels) > MOST_REQUESTS:
         expected = f"numbers from 1, separated by commas, together at most {MOST_REQUESTS:,}"
-        raise _wrong("--concurrency", repr(text), expected, "try 1,8,16,32")
+        raise refuse("--concurrency", repr(text), expected, "try 1,8,16,32")
     return levels
 
 
 def spread(count: int, min_tokens: int, max_tokens: int, needles: int, seed: int) -> list[int]:
     """`count` prompt lengths, even from min to max, in an order that the seed gives. Raises InvalidSpec."""
     if not 1 <= needles <= MAX_NEEDLES:
-        raise _wrong("--needles", str(needles), f"1 to {MAX_NEEDLES}", "choose fewer")
+        raise refuse("--needles", str(needles), f"1 to {MAX_NEEDLES}", "choose fewer")
     least = FRAME_TOKENS + needles * NEEDLE_TOKENS
     if min_tokens < least:
         remedy = "raise it or hide fewer needles"
-        raise _wrong("--min-tokens", str(min_tokens), f"at least {least} for {needles} needles", remedy)
+        raise refuse("--min-tokens", str(min_tokens), f"at least {least} for {needles} needles", remedy)
     if not min_tokens <= max_tokens <= MOST_TOKENS:
-        raise _wrong("--max-tokens", str(max_tokens), f"--min-tokens, {min_tokens}, to {MOST_TOKENS:,}", "correct it")
+        raise refuse("--max-tokens", str(max_tokens), f"--min-tokens, {min_tokens}, to {MOST_TOKENS:,}", "correct it")
     step = (max_tokens - min_tokens) / max(1, count - 1)
     lengths = [min_tokens + round(step * index) for index in range(count)]
     random.Random(seed).shuffle(lengths)  # noqa: S311 - test data, not a secret
     return lengths
-
-
-def _wrong(field: str, got: str, expected: str, remedy: str) -> InvalidSpec:
-    return InvalidSpec((Problem(field, got, expected, remedy),))
 
 
 async def _run(url: str, reference_url: str | None, model: str | None, timeout_s: float, plan: Plan) -> Run:

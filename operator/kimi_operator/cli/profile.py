@@ -17,8 +17,8 @@ from msgspec.structs import replace
 from kimi_operator.api.base import dump
 from kimi_operator.api.profile import HardwareProfile
 from kimi_operator.cli.files import STANDARD_INPUT, profiles_in, read_objects
-from kimi_operator.cli.flags import known_as, read_choice
-from kimi_operator.errors import ClusterUnavailable, InvalidSpec, Problem
+from kimi_operator.cli.flags import known_as, read_choice, refuse
+from kimi_operator.errors import ClusterUnavailable, InvalidSpec
 from kimi_operator.planner.units import bytes_text
 from kimi_operator.profiles.detect import Refused, drafted_by, match_labels
 from kimi_operator.profiles.draft import BYTE_FIELDS, NodeFacts, draft, read_node
@@ -78,7 +78,7 @@ def show(name: str, *, file: Files = None, output: Format = "text") -> None:
         profile = profiles[known_as(name, profiles)]
     except ValueError as error:
         remedy = "name one of them, or give its file with -f"
-        raise _refuse("profile", repr(name), f"one of {sorted(profiles)}", remedy) from error
+        raise refuse("profile", repr(name), f"one of {sorted(profiles)}", remedy) from error
     _print(output, dump(profile), _markdown(profile) if output == "markdown" else _text(profile))
 
 
@@ -126,7 +126,7 @@ def _profiles(files: list[Path] | None) -> Mapping[str, HardwareProfile]:
 def _facts(wanted: str) -> NodeFacts:
     """Of a Node from a file, or from the cluster that kubectl is set up for. Raises InvalidSpec that names the file."""
     if not wanted.strip():
-        raise _refuse("node", repr(wanted), "the name of a node, or a file", "see `kubectl get nodes`")
+        raise refuse("node", repr(wanted), "the name of a node, or a file", "see `kubectl get nodes`")
     path = Path(wanted)
     looks_like_file = "/" in wanted or path.suffix in {".json", ".yaml", ".yml"}
     if path != STANDARD_INPUT and not looks_like_file and not path.exists():
@@ -143,7 +143,7 @@ def _one_node(wanted: str, documents: list[Mapping[str, Any]]) -> Mapping[str, A
     if len(documents) == 1 and isinstance(listed := documents[0].get("items"), list):
         documents = listed
     if len(documents) != 1 or not isinstance(documents[0], Mapping):
-        raise _refuse(
+        raise refuse(
             wanted, f"{len(documents)} documents", "one Node", "save the output of `kubectl get node NODE -o json`"
         )
     node: Mapping[str, Any] = documents[0]
@@ -153,7 +153,7 @@ def _one_node(wanted: str, documents: list[Mapping[str, Any]]) -> Mapping[str, A
 def _ask_kubectl(name: str) -> Mapping[str, Any]:
     program = shutil.which("kubectl")
     if program is None:
-        raise _refuse(
+        raise refuse(
             name, "no kubectl on PATH", "kubectl, or a file of that name",
             "install kubectl, or pass the output of `kubectl get node NODE -o json` as a file",
         )  # fmt: skip
@@ -167,11 +167,11 @@ def _ask_kubectl(name: str) -> Mapping[str, Any]:
     if done.returncode != 0:
         # Its last line is the answer, those before are how often it tried.
         reason = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-        raise _refuse(f"node {name}", f"from kubectl: {reason}", "a node of the cluster", "see `kubectl get nodes`")
+        raise refuse(f"node {name}", f"from kubectl: {reason}", "a node of the cluster", "see `kubectl get nodes`")
     try:
         document: Mapping[str, Any] = json.loads(done.stdout)
     except ValueError as error:
-        raise _refuse(f"node {name}", f"no JSON from kubectl: {error}", "a Node", "see `kubectl get nodes`") from error
+        raise refuse(f"node {name}", f"no JSON from kubectl: {error}", "a Node", "see `kubectl get nodes`") from error
     return document
 
 
@@ -282,7 +282,3 @@ def _print(output: Output, document: Any, text: Iterable[str]) -> None:
         sys.stdout.write(yaml.safe_dump(document, sort_keys=False, width=120, allow_unicode=True))
     else:
         sys.stdout.write("".join(f"{line}\n" for line in text))
-
-
-def _refuse(field: str, got: str, expected: str, remedy: str) -> InvalidSpec:
-    return InvalidSpec((Problem(field, got, expected, remedy),))

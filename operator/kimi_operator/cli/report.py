@@ -20,6 +20,7 @@ from rich.table import Table
 
 from kimi_operator.cli.ask import Answer
 from kimi_operator.cli.compare import Difference
+from kimi_operator.planner.pressure import percentile
 
 LOG_WIDTH = 150
 TICK_S = 1.8
@@ -89,12 +90,6 @@ class Run(Struct, frozen=True, dict=True):
     @property
     def is_right(self) -> bool:
         return not self.problems
-
-
-def percentile(values: Iterable[float | None], share: float) -> float | None:
-    """The smallest value that at least `share` of the values do not exceed; None without values."""
-    known = sorted(value for value in values if value is not None)
-    return known[max(0, -int(-share * len(known) // 1) - 1)] if known else None
 
 
 @contextmanager
@@ -173,17 +168,17 @@ def level_figures(level: Level) -> dict[str, float | int | None]:
         "found": level.num_found,
         "prompt_tokens_min": min(lengths),
         "prompt_tokens_max": max(lengths),
-        "ttft_p50_ms": _ms(percentile((answer.ttft_s for answer in answers), 0.5)),
-        "ttft_p95_ms": _ms(percentile((answer.ttft_s for answer in answers), 0.95)),
-        "tpot_p50_ms": _ms(percentile((answer.tpot_s for answer in answers), 0.5)),
-        "tpot_p95_ms": _ms(percentile((answer.tpot_s for answer in answers), 0.95)),
+        "ttft_p50_ms": _percentile_ms((answer.ttft_s for answer in answers), 0.5),
+        "ttft_p95_ms": _percentile_ms((answer.ttft_s for answer in answers), 0.95),
+        "tpot_p50_ms": _percentile_ms((answer.tpot_s for answer in answers), 0.5),
+        "tpot_p95_ms": _percentile_ms((answer.tpot_s for answer in answers), 0.95),
         "decoding_mean": decoding_at_once(answers),
         "output_tokens_per_s": level.tokens_per_s,
         "handoff_bytes_mean": round(statistics.fmean(answer.handoff_bytes for answer in handoffs))
         if handoffs
         else None,
-        "handoff_p50_ms": _ms(percentile((answer.handoff_s for answer in handoffs), 0.5)),
-        "handoff_p95_ms": _ms(percentile((answer.handoff_s for answer in handoffs), 0.95)),
+        "handoff_p50_ms": _percentile_ms((answer.handoff_s for answer in handoffs), 0.5),
+        "handoff_p95_ms": _percentile_ms((answer.handoff_s for answer in handoffs), 0.95),
         "duration_s": level.duration_s,
     }
     if differences := [row.difference for row in level.rows if row.difference]:
@@ -209,8 +204,10 @@ def decoding_at_once(answers: Iterable[Answer]) -> float | None:
     return sum(count**2 * seconds for count, seconds in lasting) / decoding_s if decoding_s else None
 
 
-def _ms(seconds: float | None) -> float | None:
-    return None if seconds is None else seconds * 1000
+def _percentile_ms(seconds: Iterable[float | None], share: float) -> float | None:
+    """Of those that are known."""
+    found = percentile(sorted(each for each in seconds if each is not None), share)
+    return None if found is None else found * 1000
 
 
 def document(run: Run) -> dict[str, object]:

@@ -28,6 +28,7 @@ from pydantic import Field
 
 from kimi_operator.api.base import ApiModel, parse
 from kimi_operator.cli.files import read_objects
+from kimi_operator.cli.flags import refuse
 from kimi_operator.errors import InvalidSpec, Problem
 from kimi_operator.planner.roofline import Graphs
 from kimi_operator.profiles import architecture
@@ -88,10 +89,10 @@ def read_results(file: Path, options: Mapping[str, Any]) -> Results:
     for name, value in options.items():
         if name in stated and stated[name] != value:
             expected = f"{value!r}, as the option says"
-            raise _refuse(f"{file}: {name}", repr(stated[name]), expected, "leave one of the two out")
+            raise refuse(f"{file}: {name}", repr(stated[name]), expected, "leave one of the two out")
     results = parse(Results, {**stated, **options}, str(file))
     if not results.decode and not results.prefill:
-        raise _refuse(f"{file}: decode", "no point", "at least one point of decode or prefill", "measure one")
+        raise refuse(f"{file}: decode", "no point", "at least one point of decode or prefill", "measure one")
     if too_long := tuple(_too_long(results, str(file))):
         raise InvalidSpec(too_long)
     return results
@@ -115,9 +116,9 @@ def _too_long(results: Results, where: str) -> Iterator[Problem]:
 def _load(file: Path) -> Mapping[str, Any]:
     found = read_objects(file, _RUN)
     if len(found) != 1:
-        raise _refuse(str(file), f"{len(found)} documents", _RUN, "mend the file")
+        raise refuse(str(file), f"{len(found)} documents", _RUN, "mend the file")
     if "kind" in found[0]:
-        raise _refuse(f"{file}: kind", repr(found[0]["kind"]), "a measured run, no manifest", "name another file")
+        raise refuse(f"{file}: kind", repr(found[0]["kind"]), "a measured run, no manifest", "name another file")
     return found[0]
 
 
@@ -134,10 +135,10 @@ def _needle(document: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Levels of `kimictl needle -o json`. A run that lost needles is refused: wrong answers may well be fast."""
     if document.get("right") is not True:
         found, asked = document.get("found"), document.get("asked")
-        raise _refuse(f"{where}: right", f"{found} of {asked} needles", "every needle", "mend the service first")
+        raise refuse(f"{where}: right", f"{found} of {asked} needles", "every needle", "mend the service first")
     levels = document["levels"]
     if not isinstance(levels, list) or not all(isinstance(level, Mapping) for level in levels):
-        raise _refuse(f"{where}: levels", repr(levels)[:80], "a list of objects", "save the output of needle -o json")
+        raise refuse(f"{where}: levels", repr(levels)[:80], "a list of objects", "save the output of needle -o json")
     points = [_needle_point(level, f"{where}: levels.{i}") for i, level in enumerate(levels)]
     return {
         "measuredOn": f"needles at {document.get('url', 'a service')}",
@@ -153,13 +154,13 @@ def _needle_point(level: Mapping[str, Any], where: str) -> dict[str, Any] | None
     shortest, longest = level.get("prompt_tokens_min"), level.get("prompt_tokens_max")
     if not isinstance(shortest, int) or not isinstance(longest, int):
         got = f"{shortest!r} and {longest!r}"
-        raise _refuse(where, got, "prompt_tokens_min and prompt_tokens_max", "save needle -o json unchanged")
+        raise refuse(where, got, "prompt_tokens_min and prompt_tokens_max", "save needle -o json unchanged")
     if not level.get("tpot_p50_ms"):
         return None
     decoding = level.get("decoding_mean")
     if not isinstance(decoding, int | float) or not 0 < decoding < math.inf:
         got, remedy = "nothing" if decoding is None else repr(decoding), "ask again, or write decode points by hand"
-        raise _refuse(f"{where}.decoding_mean", got, "the requests that decoded at once", remedy)
+        raise refuse(f"{where}.decoding_mean", got, "the requests that decoded at once", remedy)
     context = (shortest + longest + NEEDLE_ANSWER_TOKENS) // 2
     return {"concurrency": max(1, round(decoding)), "contextTokens": context, "tpotMs": level["tpot_p50_ms"]}
 
@@ -181,7 +182,3 @@ def _bench(document: Mapping[str, Any], engine: Mapping[str, Any]) -> dict[str, 
     if isinstance(rate, int | float) and rate > 0:
         stated["prefill"] = [{"promptTokens": BENCH_LONG_PROMPT_TOKENS, "seconds": BENCH_LONG_PROMPT_TOKENS / rate}]
     return stated
-
-
-def _refuse(field: str, got: str, expected: str, remedy: str) -> InvalidSpec:
-    return InvalidSpec((Problem(field, got, expected, remedy),))

@@ -8,6 +8,7 @@ from pathlib import Path
 from msgspec import Struct, field
 from msgspec.structs import replace
 
+from kimi_operator.cli import DOES_NOT_FIT, FITS
 from kimi_operator.cli.asking import LENGTHS, Asked, make_plan, outlook_of, own_workload
 from kimi_operator.cli.changes import (
     Change,
@@ -30,7 +31,7 @@ from kimi_operator.cli.flag_documents import DEPLOYMENT_FLAGS, typed, workload_d
 from kimi_operator.cli.flags import DeploymentFlags, WorkloadFlags, refuse
 from kimi_operator.cli.manifests import Planned, deployment_of, plan_deployment, read_documents
 from kimi_operator.cli.outlook import Outlook, assumed_lengths, assumed_workload
-from kimi_operator.cli.views import DOES_NOT_FIT, FITS, Answer, lines
+from kimi_operator.cli.views import Answer, lines
 from kimi_operator.errors import InvalidSpec, Problem
 from kimi_operator.planner import Infeasible
 from kimi_operator.planner.predict import Prediction

@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from msgspec.structs import replace
 
-from kimi_operator.cli import program_name
+from kimi_operator.cli import DOES_NOT_FIT, FITS, program_name
 from kimi_operator.cli.asking import asked_for, make_plan, outlook_of
 from kimi_operator.cli.better import better_layout, search_command
 from kimi_operator.cli.cost import Cost, cost_of
@@ -20,7 +20,6 @@ from kimi_operator.cli.text import plan_text, refusal_text
 from kimi_operator.errors import Problem
 from kimi_operator.planner import Infeasible
 
-FITS, DOES_NOT_FIT = 0, 1
 EXPLAINED = ("key", "text", "means", "formula", "values", "source")
 """Columns of an explanation."""
 Answer: TypeAlias = tuple[str, int]
