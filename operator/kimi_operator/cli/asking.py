@@ -34,14 +34,15 @@ from kimi_operator.planner import Plan
 from kimi_operator.planner.case import Solution
 from kimi_operator.planner.demand import FIELD
 from kimi_operator.planner.elsewhere import with_more_seqs, with_remedies
+from kimi_operator.planner.reservation import RESERVATION
 from kimi_operator.planner.targets import TARGETS
 from kimi_operator.planner.workload import Workload, check_lengths, read_workload, workload_of
 from kimi_operator.profiles import architecture
 
 WorkloadDocument = Mapping[str, Any]
 LENGTHS = ("prompt", "output")
-OF_WORKLOAD = re.compile(rf"{re.escape(FIELD)}(\.\w+)+: ")
-"""A warning that names a field of the workload."""
+OF_WORKLOAD = re.compile(rf"({re.escape(FIELD)}(\.\w+)+|{re.escape(RESERVATION)}): ")
+"""A warning of what the workload misses."""
 CUT_FOR_OWN = (
     "flags changed the workload that is predicted; what is not stated of maxNumSeqs and pools is still cut for the "
     "manifest's spec.workload, and --what-if workload.KEY=VALUE cuts it anew"

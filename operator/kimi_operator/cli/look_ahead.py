@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from fractions import Fraction
 
 from msgspec.structs import replace
@@ -64,6 +64,9 @@ def look_ahead(planned: Planned, stated: Workload | None, *, is_assumed: bool | 
     too_long = check_lengths(workload, plan.decode.max_model_len)
     served = workload.within(plan.decode.max_model_len) if not too_long else workload
     forecast, no_speed = _forecast(planned, plan, served)
+    if forecast is not None and stated is None:
+        # no request fails that nobody asked for; the plan warns of the longest that may come
+        forecast = replace(forecast, reservation_s=None)
     roles = {role: _role(planned, plan, role, served, forecast) for role in Role}
     speed = None
     if forecast is not None and not too_long:
@@ -71,9 +74,9 @@ def look_ahead(planned: Planned, stated: Workload | None, *, is_assumed: bool | 
             speed = _speed(roles[Role.PREFILL], roles[Role.DECODE], served, forecast)
         except ValueError as error:
             no_speed = str(error)
-    waits, prefill = None, roles[Role.PREFILL]
+    waits: tuple[Judged, ...] = ()
     if forecast is not None and speed is not None:
-        waits = forecast.queued(prefill.shape, prefill.groups, speed.at)
+        waits = forecast.queued(roles[Role.PREFILL].shape, roles[Role.PREFILL].groups, speed.at, speed.held)
     decode_speed = _decode_speed(planned, plan, roles, served) if forecast is None and not too_long else None
     unsure = rates_warning(planned.profile) if speed or decode_speed else None
     said = (*plan.warnings, *reuse_warnings(served.reuse), *([unsure] if unsure else ()))
@@ -94,7 +97,9 @@ def look_ahead(planned: Planned, stated: Workload | None, *, is_assumed: bool | 
     )
 
 
-def _told(roles: Mapping[Role, RoleOutlook], waits: Judged | None) -> tuple[tuple[Problem, ...], tuple[Problem, ...]]:
+def _told(
+    roles: Mapping[Role, RoleOutlook], waits: Iterable[Judged]
+) -> tuple[tuple[Problem, ...], tuple[Problem, ...]]:
     """Why the plan's settings do not meet the workload, or barely."""
     outcomes = [role.at_plan for role in roles.values()]
     misses, doubts = told((each for each in outcomes if isinstance(each, Solution)), waits)
@@ -162,6 +167,7 @@ def _speed(prefill: RoleOutlook, decode: RoleOutlook, workload: Workload, foreca
     )
     of_lane = Capacity(decode.plan.max_num_seqs, decode.plan.num_pages, decode.plan.page_size_tokens)
     full = max(1, of_lane.running(request)[0] * decode.lanes)
+    slots = replace(of_lane, max_num_seqs=decode.plan.num_state_slots)
     point = curve_of(sides[0], of_lane, request, sides[1])
     asked = forecast.clients(workload.running or full, point)
     concurrencies = {*_spread(1, max(2, 2 * full), CURVE_POINTS), full, asked}
@@ -181,6 +187,7 @@ def _speed(prefill: RoleOutlook, decode: RoleOutlook, workload: Workload, foreca
         handoff=_handoff(sides[1].setup, request.prompt_tokens),
         curve=curve,
         capacity=full,
+        held=slots.running(request)[0] * decode.lanes,
         knee=knee(curve),
         at=at,
     )

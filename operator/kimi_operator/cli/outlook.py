@@ -65,6 +65,8 @@ class Speed(Struct, frozen=True):
     """The knee, `at` and the capacity are among its points."""
     capacity: int
     """Requests that all decode lanes run at once. More may be under way: the others are in prefill, or wait."""
+    held: int
+    """Those that have memory of decode at once, which some get before their prompts are computed."""
     knee: CurvePoint
     at: CurvePoint
     """At the concurrency that is asked for, else where all lanes are full."""

@@ -12,6 +12,7 @@ from kimi_operator.cli.sessions import AskedSessions
 from kimi_operator.planner.demand import reuse_warnings
 from kimi_operator.planner.predict import Prediction
 from kimi_operator.planner.pressure import Summary
+from kimi_operator.planner.reservation import RESERVATION, raised
 from kimi_operator.planner.retention import Retention
 from kimi_operator.planner.service import Service
 from kimi_operator.planner.units import bytes_text, counted
@@ -119,22 +120,37 @@ def warnings(outcome: Outcome) -> Iterator[str]:
         )
     if value.refused_turns:
         yield (
-            f"{value.refused_turns:,} of {counted(value.turns, 'turn')} would be refused (429), and are counted as "
-            f"served: their lane has {counted(limits.max_queued, 'request')} waiting already (limits.maxQueued); add "
-            "nodes, or begin fewer sessions at once"
+            f"{_of_turns(value.refused_turns, value.turns, 'would be refused (429)')}: their lane has "
+            f"{counted(limits.max_queued, 'request')} waiting already (limits.maxQueued); add nodes, or begin fewer "
+            "sessions at once"
         )
     if value.expired_turns:
-        yield (
-            f"{value.expired_turns:,} of {counted(value.turns, 'turn')} would fail, and are counted as served: "
-            f"prefill ends later than {limits.reservation_s:,g} s after decode made room (timeouts.reservationSeconds);"
-            " add nodes of prefill, or raise it"
-        )
+        yield _expired(outcome, value)
+    elif outcome.slow.summary.expired_turns:
+        yield f"not sure: at the slow end of the band {_expired(outcome, outcome.slow.summary)}"
     yield from reuse_warnings(reuse)
     if reuse > cache.reuse and cache.returning_turns:
         yield (
             f"reuse of {reuse:.1%} cannot be had: prefill's own pages keep {cache.reuse:.1%} of earlier contexts; "
             "lower --reuse, or cache prompts elsewhere"
         )
+
+
+def _expired(outcome: Outcome, summary: Summary) -> str:
+    """Turns whose prefill ends too late, and what helps: more nodes do nothing for a prompt that is too long alone."""
+    turns, limit_s = outcome.slow.replayed.turns, outcome.service.lane.reservation_s
+    longest_s = max(turn.first_s - turn.admitted_s for turn in turns)
+    faster = "add nodes of prefill, or begin fewer sessions at once"
+    if max(turn.first_s - turn.prefill_s for turn in turns) > limit_s:
+        faster = "use a larger tensorParallel, or shorten prompts"
+    failing = _of_turns(summary.expired_turns, summary.turns, "would fail")
+    late = f"prefill ends later than {limit_s:,g} s after decode made room ({RESERVATION})"
+    return f"{failing}: {late}; {raised('it', longest_s, faster)}"
+
+
+def _of_turns(some: int, turns: int, what: str) -> str:
+    """So many turns that a worker would not serve."""
+    return f"{some:,} of {counted(turns, 'turn')} {what}, and {'is' if some == 1 else 'are'} counted as served"
 
 
 def notes(outcome: Outcome) -> Iterator[str]:

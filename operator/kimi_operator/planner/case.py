@@ -48,6 +48,8 @@ class Timing(Struct, frozen=True):
     decode_band_s: Callable[[int, int], tuple[float, float]] | None = None
     """The least and the most that such a step may take; None where nobody says how sure its time is."""
     prefill_band_s: Callable[[int, int], tuple[float, float]] | None = None
+    reservation_s: float | None = None
+    """How long decode keeps room for a prompt; None where that is not judged."""
 
 
 class Case(Struct, frozen=True):

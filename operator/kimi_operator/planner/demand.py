@@ -42,7 +42,7 @@ class Demand(Struct, frozen=True):
 def read_demand(s: Settings, speed: Speed | None) -> Demand | None:
     """What the spec asks for, None when it does not say. Raises InvalidSpec for what the model cannot serve.
 
-    Times are asked for only where the workload has targets; without an answer, targets are left aside with a warning.
+    Where nothing predicts times, targets are left aside with a warning.
     """
     if s.spec.workload is None:
         return None
@@ -51,14 +51,15 @@ def read_demand(s: Settings, speed: Speed | None) -> Demand | None:
         raise InvalidSpec(problems)
     workload = workload.within(longest_of(s))
     warnings = tuple(reuse_warnings(workload.reuse))
-    if workload.ttft_s is None and workload.tpot_s is None:
-        return Demand(workload, None, warnings)
-    if speed is None:
-        return Demand(workload, None, (*warnings, f"{FIELD}.targets are left aside: nothing predicts times here"))
     try:
-        return Demand(workload, speed(s.kv_dtype, workload), warnings)
+        if speed is not None:
+            return Demand(workload, speed(s.kv_dtype, workload), warnings)
+        reason = "nothing predicts times here"
     except InvalidSpec as error:
-        return Demand(workload, None, (*warnings, f"{FIELD}.targets are left aside: {error}"))
+        reason = str(error)
+    if workload.ttft_s is not None or workload.tpot_s is not None:
+        warnings = (*warnings, f"{FIELD}.targets are left aside: {reason}")
+    return Demand(workload, None, warnings)
 
 
 def reuse_warnings(share: Fraction | float) -> Iterator[str]:
@@ -126,7 +127,8 @@ def shortfalls(s: Settings, room: Room, demand: Demand, solution: Solution) -> I
         best, field = _best(s, room, demand), f"spec.{room.role}.maxNumSeqs"
         misses = with_more_seqs(misses, solution, best, demand.workload.running, field)
     for problem in (*misses, *solution.doubts):
-        yield str(replace(problem, field=f"spec.{problem.field}"))
+        of_workload = problem.field.startswith("workload.")
+        yield str(replace(problem, field=f"spec.{problem.field}") if of_workload else problem)
     if stated is None or holds >= stated:
         return
     freed = solve(_case(s, room, demand, slots=None))

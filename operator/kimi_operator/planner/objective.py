@@ -11,8 +11,10 @@ from typing import TypeVar
 from msgspec import Struct
 from msgspec.structs import replace
 
+from kimi_operator.api.deployment import Role
 from kimi_operator.planner.case import Solution, Timing
 from kimi_operator.planner.memory import GroupShape
+from kimi_operator.planner.pools import num_slots
 from kimi_operator.planner.predict import (
     Calibration,
     Capacity,
@@ -27,12 +29,15 @@ from kimi_operator.planner.predict import (
     prefill_ms,
     roofline_s,
 )
+from kimi_operator.planner.reservation import RESERVATION, raised
 from kimi_operator.planner.roofline import DecodeLoad, PrefillLoad, Setup, token_pairs
 from kimi_operator.planner.space import Layout
 from kimi_operator.planner.targets import TTFT, Judged
 from kimi_operator.planner.units import ceil_div
 from kimi_operator.planner.workload import Workload
 
+UNEVEN = 1.5
+"""Times the mean that prompts which wait for prefill take at most: lanes of a group keep step with the slowest."""
 _Side = TypeVar("_Side", bound=Side)
 
 
@@ -56,6 +61,8 @@ class Forecast(Struct, frozen=True, dict=True):
     prefill: Calibration
     chunk_tokens: int
     """Most prompt tokens of one step."""
+    reservation_s: float | None = None
+    """As of Timing."""
 
     @cached_property
     def _points(self) -> dict[tuple[Layout, int, int], CurvePoint]:
@@ -91,6 +98,7 @@ class Forecast(Struct, frozen=True, dict=True):
             prefill_s=lambda new, cached: self._time_s(setup, prompt(new, cached)),
             decode_band_s=lambda seqs, tokens: _band_s(decode_step_ms(setup, step(seqs, tokens), self.decode)),
             prefill_band_s=lambda new, cached: _band_s(prefill_ms(setup, prompt(new, cached), self.prefill)),
+            reservation_s=self.reservation_s,
         )
 
     def busy_lanes(self, setup: Setup, groups: int) -> int:
@@ -119,34 +127,54 @@ class Forecast(Struct, frozen=True, dict=True):
         """
         if self.workload.requests_per_second is not None or point.binds != "prefill":
             return None
+        return self._queued_ttft(shape, groups, point, point.concurrency)
+
+    def _queued_ttft(self, shape: GroupShape, groups: int, point: CurvePoint, clients: int) -> Prediction:
+        """The mean time from when so many of them are counted to the first token, where prefill binds."""
         prompt = prefill_ms(self.setup(shape), self.all_busy(shape), self.prefill)
         tpot, output_tokens = point.tpot, self.request.output_tokens
 
         def ttft_ms(prompt_ms: float, tpot_ms: float) -> float:
-            return point.concurrency * prompt_ms / (groups * shape.lanes) - output_tokens * tpot_ms
+            return clients * prompt_ms / (groups * shape.lanes) - output_tokens * tpot_ms
 
         # What decode takes less is waited for prefill. At the fast end none may wait: a prompt takes its own time.
-        low = max(prompt.low, ttft_ms(prompt.low, tpot.high))
-        value, high = ttft_ms(prompt.value, tpot.value), ttft_ms(prompt.high, tpot.low)
+        ends = ((prompt.value, tpot.value), (prompt.low, tpot.high), (prompt.high, tpot.low))
+        value, low, high = (max(prompt_ms, ttft_ms(prompt_ms, tpot_ms)) for prompt_ms, tpot_ms in ends)
         return Prediction(value, low, high, "ms", prompt.calibrated_on)
 
-    def queued(self, shape: GroupShape, groups: int, point: CurvePoint) -> Judged | None:
-        """The target TTFT beside the wait of prompts; None without a wait."""
+    def queued(self, shape: GroupShape, groups: int, point: CurvePoint, held: int) -> tuple[Judged, ...]:
+        """What is held against the wait of prompts, of which decode keeps room for `held`; nothing without a wait."""
         ttft = self.waiting_ttft(shape, groups, point)
-        if ttft is None or self.workload.ttft_s is None:
-            return None
-        what = f"on average, as {point.concurrency:,} at once wait for prefill, which binds"
-        band_s = ttft.low / 1e3, ttft.high / 1e3
-        remedy = "add groups to prefill, or lower the load"
-        if self.workload.concurrency is None:
-            remedy = "state the load, which is taken to fill decode, or add groups to prefill"
-        return Judged(TTFT, self.workload.ttft_s, ttft.value / 1e3, band_s, what, remedy)
+        if ttft is None:
+            return ()
+        found, work = [], self.workload
+        if work.ttft_s is not None:
+            what = f"on average, as {point.concurrency:,} at once wait for prefill, which binds"
+            remedy = "add groups to prefill, or lower the load"
+            if work.concurrency is None:
+                remedy = "state the load, which is taken to fill decode, or add groups to prefill"
+            found.append(Judged(TTFT, work.ttft_s, ttft.value / 1e3, _band_s(ttft), what, remedy))
+        # a load that nobody stated fails nobody's requests
+        if work.concurrency is not None and self.reservation_s is not None:
+            found.append(self._kept(self._queued_ttft(shape, groups, point, min(held, point.concurrency)), point))
+        return tuple(found)
 
-    def queued_on(self, layout: Layout, decode: Solution) -> Judged | None:
+    def _kept(self, ttft: Prediction, point: CurvePoint) -> Judged:
+        """How long decode keeps room, beside the wait for prefill."""
+        assert self.reservation_s is not None
+        what = f"on average, as {point.concurrency:,} at once wait for prefill, which binds: decode gives up before"
+        low_s, longest_s = ttft.low / 1e3, UNEVEN * ttft.high / 1e3
+        remedy = raised("it", longest_s, "add groups to prefill, or lower the load")
+        return Judged(RESERVATION, self.reservation_s, ttft.value / 1e3, (low_s, longest_s), what, remedy)
+
+    def queued_on(self, layout: Layout, decode: Solution) -> tuple[Judged, ...]:
         """The same of a layout, at the load that its throughput is of."""
-        if self.workload.ttft_s is None or self._point(layout, decode).binds != "prefill":
-            return None
-        return self.queued(layout.prefill, layout.prefill_groups, self.point(layout, decode))
+        work = self.workload
+        is_kept = work.concurrency is not None and self.reservation_s is not None
+        if not (is_kept or work.ttft_s is not None) or self._point(layout, decode).binds != "prefill":
+            return ()
+        held = num_slots(decode.max_num_seqs) * layout.lanes(Role.DECODE)
+        return self.queued(layout.prefill, layout.prefill_groups, self.point(layout, decode), held)
 
     def point(self, layout: Layout, decode: Solution) -> CurvePoint:
         """The load that a layout is ranked by, with bands."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from kimi_operator.api.deployment import (
     KimiDeploymentSpec,
@@ -29,8 +30,10 @@ from kimi_operator.planner.demand import (
 )
 from kimi_operator.planner.layout import check_layout
 from kimi_operator.planner.memory import ExpertFormat, MemoryLine, expert_format
-from kimi_operator.planner.pools import Room, Settings, cut_pools, pool_lines
+from kimi_operator.planner.pools import Room, Settings, cut_pools, pool_lines, shape_of
+from kimi_operator.planner.reservation import late_longest
 from kimi_operator.planner.units import counted
+from kimi_operator.planner.workload import Workload, fixed
 
 _KV_DTYPES = {KvPrecision.BF16: DType.BFLOAT16, KvPrecision.FP32: DType.FLOAT32}
 
@@ -132,7 +135,19 @@ def make_plan(
     problems = tuple(cut for cut in cuts if isinstance(cut, Problem))
     if problems:
         return Infeasible(problems)
-    return _plan(settings, profile, [cut for cut in cuts if isinstance(cut, _Cut)], demand)
+    plan = _plan(settings, profile, [cut for cut in cuts if isinstance(cut, _Cut)], demand)
+    late = None if speed is None else _late(settings, plan, speed)
+    return plan if late is None else replace(plan, warnings=(*plan.warnings, str(late)))
+
+
+def _late(s: Settings, plan: Plan, speed: Speed) -> Problem | None:
+    """Why the longest request that the plan admits may come to nothing; None where nothing predicts times."""
+    prompt = fixed(max(1, plan.prefill.max_model_len - 1))
+    try:
+        timing = speed(s.kv_dtype, Workload(prompt, fixed(1), concurrency=1))
+    except InvalidSpec:
+        return None
+    return late_longest(plan.prefill.max_model_len, timing(shape_of(s, Role.PREFILL), 1))
 
 
 def _cut(s: Settings, role: Role, demand: Demand | None) -> _Cut | Problem:

@@ -60,8 +60,9 @@ class Layout(Struct, frozen=True):
         return ", ".join(f"{role}: {self.groups(role)} x {self.shape(role).in_nodes}" for role in Role)
 
 
-def _no_wait(_layout: Layout, _decode: Solution) -> None:
+def _no_wait(_layout: Layout, _decode: Solution) -> tuple[Judged, ...]:
     """Without predictions nobody can say what waits."""
+    return ()
 
 
 class Search(Struct, frozen=True, dict=True):
@@ -87,8 +88,8 @@ class Search(Struct, frozen=True, dict=True):
     throughput: Callable[[Layout, Solution], float] | None = None
     """(layout, decode) -> requests or tokens a second, more is better. Without it capacity ranks, and
     then the fewest prefill groups win: capacity knows nothing of how fast prompts come."""
-    queued: Callable[[Layout, Solution], Judged | None] = _no_wait
-    """(layout, decode) -> a target TTFT beside the wait for a prefill lane; None where nothing waits."""
+    queued: Callable[[Layout, Solution], tuple[Judged, ...]] = _no_wait
+    """(layout, decode) -> what is held against the wait for a prefill lane; nothing where none waits."""
 
     def outcome(self, role: Role, shape: GroupShape, groups: int) -> Solution | Problem:
         """One role of one layout, solved once."""

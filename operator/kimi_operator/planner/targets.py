@@ -10,10 +10,12 @@ from msgspec import Struct
 from kimi_operator.api.deployment import Role
 from kimi_operator.errors import Problem
 from kimi_operator.planner.case import Case, Solution, Timing
-from kimi_operator.planner.units import counted, most
+from kimi_operator.planner.reservation import RESERVATION, raised
+from kimi_operator.planner.units import counted, most, seconds_text
 
 TPOT, TTFT = "workload.targets.tpotSeconds", "workload.targets.ttftSeconds"
-TARGETS = (TPOT, TTFT)
+TARGETS = (TPOT, TTFT, RESERVATION)
+"""What a faster layout meets. The last one is a limit of the workers, beyond which requests fail."""
 
 
 class Judged(Struct, frozen=True):
@@ -32,16 +34,16 @@ class Judged(Struct, frozen=True):
         if self.time_s <= self.target_s:
             return ()
         unsure = f"; {self._band}: not sure" if self._is_unsure else ""
-        expected = f"at least {self.time_s:.4g} s, {self.what}{unsure}"
-        return (Problem(self.field, f"{self.target_s:g} s", expected, self.remedy),)
+        expected = f"at least {seconds_text(self.time_s)}, {self.what}{unsure}"
+        return (Problem(self.field, f"{self.target_s:,g} s", expected, self.remedy),)
 
     @property
     def doubts(self) -> tuple[Problem, ...]:
         """The target, where the time is shorter by less than the prediction's band."""
         if self.time_s > self.target_s or not self._is_unsure:
             return ()
-        expected = f"more to be sure: {self.time_s:.4g} s is predicted, and it lies {self._band}"
-        return (Problem(self.field, f"{self.target_s:g} s", expected, "measure it"),)
+        expected = f"more to be sure: {seconds_text(self.time_s)} is predicted, and it lies {self._band}"
+        return (Problem(self.field, f"{self.target_s:,g} s", expected, "measure it"),)
 
     @property
     def _is_unsure(self) -> bool:
@@ -50,7 +52,7 @@ class Judged(Struct, frozen=True):
     @property
     def _band(self) -> str:
         assert self.band_s is not None, "what has no band is not unsure"
-        return f"within the band of {self.band_s[0]:.4g} to {self.band_s[1]:.4g} s"
+        return f"within the band of {seconds_text(*self.band_s)}"
 
 
 def missed(case: Case, seqs: int) -> Iterator[Problem]:
@@ -65,9 +67,9 @@ def doubted(case: Case, seqs: int) -> Iterator[Problem]:
         yield from each.doubts
 
 
-def told(solutions: Iterable[Solution], waits: Judged | None) -> tuple[tuple[Problem, ...], tuple[Problem, ...]]:
+def told(solutions: Iterable[Solution], waits: Iterable[Judged]) -> tuple[tuple[Problem, ...], tuple[Problem, ...]]:
     """What a layout misses; and what it meets within the band alone, unless it is missed for another reason."""
-    judged = (*solutions, *(() if waits is None else (waits,)))
+    judged: tuple[Solution | Judged, ...] = (*solutions, *waits)
     misses = tuple(miss for each in judged for miss in each.misses)
     fields = {miss.field for miss in misses}
     return misses, tuple(doubt for each in judged for doubt in each.doubts if doubt.field not in fields)
@@ -80,6 +82,8 @@ def _judged(case: Case, seqs: int) -> Iterator[Judged]:
         yield _tpot(case, case.timing, case.workload.tpot_s, seqs)
     if case.role is Role.PREFILL and case.workload.ttft_s is not None:
         yield _ttft(case, case.timing, case.workload.ttft_s)
+    if case.role is Role.PREFILL and case.timing.reservation_s is not None:
+        yield _kept(case, case.timing, case.timing.reservation_s)
 
 
 def _tpot(case: Case, timing: Timing, target_s: float, seqs: int) -> Judged:
@@ -98,9 +102,28 @@ def _meets(timing: Timing, context: int, target_s: float, running: int) -> bool:
 
 
 def _ttft(case: Case, timing: Timing, target_s: float) -> Judged:
+    time_s, band_s, what = _longest_prompt(case, timing)
+    return Judged(TTFT, target_s, time_s, band_s, what, "raise it or shorten prompts")
+
+
+def _kept(case: Case, timing: Timing, limit_s: float) -> Judged:
+    """Decode's room for the longest prompt, beside which a request fails."""
+    time_s, band_s, what = _longest_prompt(case, timing)
+
+    def prefill_s(tokens: int) -> float:
+        return timing.prefill_s(*case.workload.computed_and_reused(tokens))
+
+    in_time = most(lambda tokens: prefill_s(tokens) <= limit_s, 1, case.requests.longest) if time_s > limit_s else 0
+    shorter = f"shorten prompts to {counted(in_time, 'token')}" if in_time else "shorten prompts"
+    remedy = raised("it", max(time_s, *(band_s or ())), shorter)
+    return Judged(RESERVATION, limit_s, time_s, band_s, f"{what}: decode gives up requests before that", remedy)
+
+
+def _longest_prompt(case: Case, timing: Timing) -> tuple[float, tuple[float, float] | None, str]:
+    """Its time, the band of it, and whose it is."""
     load = computed, reused = case.workload.computed_and_reused(case.requests.longest)
     band_s = None if timing.prefill_band_s is None else timing.prefill_band_s(*load)
     longest = ", the longest prompt of the workload" if len(case.workload.prompt.points) > 1 else ""
     tail = ": 99 of 100 are no longer" if case.workload.prompt.has_tail else ""
     what = f"which {counted(computed, 'prompt token')} and {reused:,} reused take{longest}{tail}"
-    return Judged(TTFT, target_s, timing.prefill_s(*load), band_s, what, "raise it or shorten prompts")
+    return timing.prefill_s(*load), band_s, what

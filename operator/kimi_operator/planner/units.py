@@ -27,6 +27,11 @@ def binding(what: str) -> str:
     return f"{what} bind" if what.rsplit(maxsplit=1)[-1] in _SEVERAL else f"{what} binds"
 
 
+def seconds_text(*seconds: float) -> str:
+    """Seconds, or the ends of a range, with four digits, or whole ones where those are more."""
+    return f"{' to '.join(f'{each:,.0f}' if each >= 1000 else f'{each:.4g}' for each in seconds)} s"
+
+
 def ceil_div(amount: int, unit: int) -> int:
     """The fewest whole units that hold an amount."""
     return -(-amount // unit)

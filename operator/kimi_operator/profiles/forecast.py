@@ -54,7 +54,8 @@ def forecast_of(a: Architecture, profile: HardwareProfile, kv_dtype: DType, work
         return replace(one_gpu, shape=shape)
 
     prefill = _calibration(one_gpu, PrefillLoad, profile.spec.calibration)
-    return Forecast(workload, setup, decode, prefill, profile.spec.limits.prefill_batched_tokens)
+    chunk_tokens, kept_s = profile.spec.limits.prefill_batched_tokens, profile.spec.timeouts.reservation_seconds
+    return Forecast(workload, setup, decode, prefill, chunk_tokens, kept_s)
 
 
 def decode_forecast(a: Architecture, profile: HardwareProfile, kv_dtype: DType) -> tuple[Setup, Calibration]:

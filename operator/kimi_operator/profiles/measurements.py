@@ -179,7 +179,7 @@ class Measurements(Struct, frozen=True):
 
     def engine(self, name: str, where: str) -> Engine:
         """An engine by name. Raises InvalidSpec that lists the known ones; `where` is the field that named it."""
-        return _known(self.engines, name, where, "engine")
+        return _known(self.engines, name, where)
 
     def chip(self, profile: HardwareProfile) -> Chip:
         """The GPU of a profile. Raises InvalidSpec when it states no memory bandwidth: nothing follows without it."""
@@ -287,7 +287,7 @@ def _setup(
     check_layout(a, point.layout.shape, where)
     return Setup(
         architecture=a,
-        chip=found.chip(_known(profiles, point.chip, f"{where}.chip", "profile")),
+        chip=found.chip(_known(profiles, point.chip, f"{where}.chip")),
         shape=point.layout.shape,
         engine=found.engine(point.engine, f"{where}.engine"),
         split=point.layout.split,
@@ -298,7 +298,7 @@ def _setup(
 _T = TypeVar("_T")
 
 
-def _known(known: Mapping[str, _T], name: str, where: str, what: str) -> _T:
+def _known(known: Mapping[str, _T], name: str, where: str) -> _T:
     if name not in known:
-        raise InvalidSpec((Problem(where, repr(name), f"one of {sorted(known)}", f"name a {what} that is known"),))
+        raise InvalidSpec((Problem(where, repr(name), f"one of {sorted(known)}", "name one of them"),))
     return known[name]
