@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from msgspec import Struct
 
 from kimi_operator.api.deployment import Role
-from kimi_operator.cli.outlook import POOL_LABELS, Outlook, RoleOutlook, Speed
+from kimi_operator.cli.outlook import Outlook, RoleOutlook, Speed
 from kimi_operator.errors import Problem
 from kimi_operator.planner import MemoryLine
 from kimi_operator.planner.case import Solution
@@ -18,14 +18,6 @@ from kimi_operator.planner.predict import (
 )
 from kimi_operator.planner.units import bytes_text, ceil_div, counted
 
-_RESERVE_FIELDS = {
-    "contexts": "contexts",
-    "symmetric heap": "symmetricHeap",
-    "activations": "activations",
-    "captured graphs": "graphs",
-    "handoff staging": "staging",
-    "reserve": "margin",
-}
 _WEIGHT_FORMULAS = {
     "routed experts": "experts of a rank x MoE layers x bytes of an expert",
     "weights split over a lane": "bytes of all tensors that a lane splits / tensorParallel",
@@ -145,7 +137,7 @@ def _pool_of(outlook: Outlook, each: RoleOutlook, seqs: int) -> str:
 
 def _free(each: RoleOutlook) -> int:
     """What weights and reserves leave."""
-    return sum(line.bytes for line in each.plan.lines if line.label in POOL_LABELS)
+    return sum(line.bytes for line in each.plan.lines if line.is_pool)
 
 
 def _max_model_len(outlook: Outlook, each: RoleOutlook) -> Figure:
@@ -217,7 +209,7 @@ def _memory(outlook: Outlook, each: RoleOutlook, line: MemoryLine) -> Figure:
     if line.is_weights:
         source = f"tensor table of {outlook.plan.architecture}, held as {outlook.plan.experts} and {outlook.plan.dtype}"
         return Figure(key, text, _WEIGHT_FORMULAS[line.label], line.how, source)
-    if line.label in POOL_LABELS:
+    if line.is_pool:
         formula = {
             "state slots": "slots x bytes of a slot",
             "KV pages": "pages x bytes of a page",
@@ -229,10 +221,8 @@ def _memory(outlook: Outlook, each: RoleOutlook, line: MemoryLine) -> Figure:
             "free": of_plan(each.plan.role, "total", "state slots", "KV pages"),
         }[line.label]
         return Figure(key, text, formula, line.how, source)
-    field = f"reserve.{_RESERVE_FIELDS[line.label]}"
-    return Figure(
-        key, text, f"the profile's {field}", f"{line.bytes:,} B", f"profile {outlook.plan.profile}: {line.how}"
-    )
+    source = f"profile {outlook.plan.profile}: {line.how}"
+    return Figure(key, text, f"the profile's {line.field}", f"{line.bytes:,} B", source)
 
 
 def _total(outlook: Outlook, each: RoleOutlook) -> Figure:
@@ -252,7 +242,7 @@ def weights_of(each: RoleOutlook) -> list[MemoryLine]:
 
 def reserved_of(each: RoleOutlook) -> list[MemoryLine]:
     """What neither weights nor pools have."""
-    return [line for line in each.plan.lines if not line.is_weights and line.label not in POOL_LABELS]
+    return [line for line in each.plan.lines if line.field]
 
 
 def sum_of(lines: Iterable[MemoryLine]) -> str:

@@ -12,7 +12,6 @@ from msgspec.structs import replace
 from kimi_operator.api.deployment import Role
 from kimi_operator.cli.manifests import Planned
 from kimi_operator.cli.outlook import (
-    POOL_LABELS,
     ContextPoint,
     DecodeSpeed,
     Outlook,
@@ -41,7 +40,7 @@ from kimi_operator.planner.predict import (
 from kimi_operator.planner.roofline import DecodeLoad, Setup
 from kimi_operator.planner.solve import solve, stretches, unused
 from kimi_operator.planner.targets import Judged, told
-from kimi_operator.planner.units import most
+from kimi_operator.planner.units import ceil_div, most
 from kimi_operator.planner.workload import Workload, check_lengths, fixed
 from kimi_operator.profiles.forecast import decode_forecast, forecast_of
 from kimi_operator.profiles.support import rates_warning
@@ -118,7 +117,7 @@ def _forecast(planned: Planned, plan: Plan, workload: Workload) -> tuple[Forecas
 def _role(planned: Planned, plan: Plan, role: Role, workload: Workload, forecast: Forecast | None) -> RoleOutlook:
     of_role, spec = plan.role(role), planned.deployment.spec.role(role)
     shape = shape_of(planned, role)
-    lines = tuple(line for line in of_role.lines if line.label not in POOL_LABELS)
+    lines = tuple(line for line in of_role.lines if not line.is_pool)
     pool = PagePool(of_role.page_size_tokens, of_role.page_bytes, of_role.slot_bytes, slots=of_role.num_state_slots)
     timing: Timing | None = None if forecast is None else forecast.timing(shape, spec.groups)
     case = Case(
@@ -215,7 +214,7 @@ def _decode_speed(
         return None
     setups = {role: replace(one_gpu, shape=each.shape) for role, each in roles.items()}
     running = min(workload.running or full, full)
-    load = DecodeLoad(-(-running // decode.groups), request.mean_context)
+    load = DecodeLoad(ceil_div(running, decode.groups), request.mean_context)
     return DecodeSpeed(
         request=request,
         running=running,
@@ -252,7 +251,7 @@ def contexts(outlook: Outlook) -> tuple[ContextPoint, ...]:
 
 
 def _context_point(role: RoleOutlook, context: int) -> ContextPoint:
-    pages = -(-context // role.plan.page_size_tokens)
+    pages = ceil_div(context, role.plan.page_size_tokens)
     planned = min(role.plan.max_num_seqs, role.plan.num_pages // pages)
     # the whole request is prompt, so that decode holds exactly this context
     work = Workload(fixed(max(1, context - 1)), fixed(1), reuse=Fraction(0))

@@ -19,7 +19,6 @@ from kimi_operator.planner.predict import (
 )
 from kimi_operator.planner.workload import Workload, fixed
 
-POOL_LABELS = {"state slots", "KV pages", "free"}
 ASSUMED_OUTPUT_SHARE = 8
 """Without a workload an eighth of the profile's context a request is its answer."""
 TABLE_ROWS = 8

@@ -244,7 +244,7 @@ def segments(lines: tuple[MemoryLine, ...]) -> dict[str, int]:
     """Bytes of what a picture tells apart."""
     sizes = dict.fromkeys(BAR, 0)
     for line in lines:
-        sizes["weights" if line.is_weights else line.label if line.label in BAR else "reserved"] += line.bytes
+        sizes["weights" if line.is_weights else line.label if line.is_pool else "reserved"] += line.bytes
     return sizes
 
 

@@ -64,6 +64,15 @@ class MemoryLine(Struct, frozen=True):
     is_weights: bool = False
     stays_free: bool = False
     """Nothing of the bundled worker lies there while it runs."""
+    field: str = ""
+    """Of the profile, which states it; empty for weights and for what is left to pools."""
+    is_margin: bool = False
+    """Left free on purpose, not for what the worker lacks."""
+
+    @property
+    def is_pool(self) -> bool:
+        """Whether it is of what weights and reserves leave: slots, pages and the rest."""
+        return not self.is_weights and not self.field
 
 
 class GroupShape(Struct, frozen=True):
@@ -143,7 +152,7 @@ class _Reserve(Struct, frozen=True):
     when_zero: str
     unused: str = ""
     """What the bundled worker does not do yet, though memory is kept for it."""
-    stays_free: bool = False
+    is_margin: bool = False
 
     def line(self, profile: HardwareProfileSpec) -> MemoryLine:
         amount: int = getattr(profile.reserve, self.field)
@@ -152,9 +161,9 @@ class _Reserve(Struct, frozen=True):
             how = profile.source(path)
         else:
             how = "the profile gives no source: take it as not measured" if amount else self.when_zero
-        stays_free = self.stays_free or bool(self.unused)
+        stays_free = self.is_margin or bool(self.unused)
         text = f"{how}; {self.unused}" if amount and self.unused else how
-        return MemoryLine(self.label, amount, text, stays_free=stays_free)
+        return MemoryLine(self.label, amount, text, stays_free=stays_free, field=path, is_margin=self.is_margin)
 
 
 _RESERVES = (
@@ -170,7 +179,7 @@ _RESERVES = (
         "graphs", "captured graphs", "no graphs are captured", unused="kept free: the bundled worker captures none"
     ),
     _Reserve("staging", "handoff staging", "none: a handoff writes from pages and slots straight into pages and slots"),
-    _Reserve("margin", "reserve", "nothing is left free on purpose", stays_free=True),
+    _Reserve("margin", "reserve", "nothing is left free on purpose", is_margin=True),
 )
 
 

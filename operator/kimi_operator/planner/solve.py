@@ -21,8 +21,6 @@ from kimi_operator.planner.workload import Lengths, fixed
 
 MOST_SEQS = 4096
 """The most that limits.maxNumSeqs may be."""
-RESERVE = "reserve"
-"""Label of the line that stays free on purpose."""
 _SPREAD = 128
 
 
@@ -97,7 +95,7 @@ def unused(case: Case, solution: Solution) -> tuple[MemoryLine, ...]:
             f"{idle:,} of {solution.num_units:,} {design.unit}: {seqs} running requests of this workload fill the rest",
         ),
     )
-    kept = tuple(line for line in budget.lines if line.stays_free and line.label != RESERVE)
+    kept = tuple(line for line in budget.lines if line.stays_free and not line.is_margin)
     return tuple(line for line in lines + kept if line.bytes)
 
 

@@ -16,7 +16,7 @@ from kimi_operator.cli.cost import Cost, cost_of
 from kimi_operator.cli.explain import explanation_document
 from kimi_operator.cli.flags import DeploymentFlags, WorkloadFlags
 from kimi_operator.cli.glossary import explained_figures
-from kimi_operator.cli.outlook import POOL_LABELS, Outlook
+from kimi_operator.cli.outlook import Outlook
 from kimi_operator.planner.units import bytes_text
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
@@ -169,7 +169,7 @@ def test_cards_that_gpus_share_are_shown(run: Run, tmp_path: Path) -> None:
 def test_memory_lines_show_what_makes_their_bytes(outlook: Outlook) -> None:
     """Weights and pools; what is reserved is stated, and its line says by whom."""
     for role in (outlook.plan.prefill, outlook.plan.decode):
-        lines = {line.label: line for line in role.lines if line.is_weights or line.label in POOL_LABELS}
+        lines = {line.label: line for line in role.lines if line.is_weights or line.is_pool}
         assert len(lines) == 6
         for label, line in lines.items():
             check(label, f"{line.bytes:,} B = {bytes_text(line.bytes)}", line.how)

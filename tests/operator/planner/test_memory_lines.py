@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from kimi_operator.api import HardwareProfile
-from kimi_operator.api.profile import DType
+from kimi_operator.api.profile import DType, ReserveSpec
 from kimi_operator.planner.memory import ExpertFormat, GroupShape, MemoryLine, reserve_lines, weight_lines
 from kimi_operator.profiles import architecture, built_in_profiles
 
@@ -61,6 +61,14 @@ def test_every_reserve_is_a_line_and_none_is_left_out_when_zero() -> None:
         assert list(lines) == labels
         assert all(line.how for line in lines.values())
     assert lines_of(**nothing, sources={})["captured graphs"].how == "no graphs are captured"
+
+
+def test_a_line_of_a_reserve_knows_its_field_and_a_pool_has_none() -> None:
+    fields = [f"reserve.{field.alias}" for field in ReserveSpec.model_fields.values()]
+    assert [line.field for line in lines_of().values()] == fields
+    assert not any(line.is_pool for line in lines_of().values())
+    assert [line.field for line in lines_of().values() if line.is_margin] == ["reserve.margin"]
+    assert MemoryLine("KV pages", 1, "").is_pool
 
 
 def test_a_figure_without_a_source_is_not_taken_for_measured() -> None:
