@@ -112,9 +112,10 @@ def _matched(name: str, per_node: int, gpus: int) -> str:
     """The profile that matches, and whether it plans with as many GPUs as the node has."""
     if gpus == per_node:
         return f"profile {name} matches"
+    fewer = f", or set gpusPerNode to {gpus} in both roles" if gpus < per_node else ""
     return (
         f"profile {name} matches the GPUs, but plans with {per_node} a node where this one has {gpus}; use the draft "
-        f"on standard output, or set gpusPerNode to {gpus} in both roles"
+        f"on standard output{fewer}"
     )
 
 

@@ -11,9 +11,10 @@ import yaml
 from msgspec import Struct
 
 from kimi_operator.api.base import dump
-from kimi_operator.api.contradictions import SLOWEST_MEMORY
+from kimi_operator.api.contradictions import PARTITIONS, SLOWEST_MEMORY, num_partitions
 from kimi_operator.api.profile import Basis, HardwareProfile, HardwareProfileSpec, PartitionSpec
 from kimi_operator.errors import InvalidSpec, Problem
+from kimi_operator.planner.units import counted
 from kimi_operator.profiles.detect import (
     MOST_DIGITS,
     GpuLabels,
@@ -47,6 +48,7 @@ BYTE_FIELDS = frozenset({"vram", "memory", "sharedMemory", "symmetricHeap", "con
 BYTE_FIELDS |= {"staging", "margin"}
 MOST_GPUS = 64
 """GPUs of a node at most, as the API has it."""
+READ_ANEW = "restart AMD's node labeller and device plugin on the node, which read its GPUs only when they start"
 CHECK_PLUGIN = "check that AMD's device plugin runs on the node"
 
 
@@ -119,7 +121,7 @@ def draft(facts: NodeFacts, profiles: Mapping[str, HardwareProfile], name: str |
     labels = facts.labels
     candidates = candidates_of(labels, profiles)
     share = share_of(labels, candidates)
-    if share is not None and (problem := _contradiction(facts, share)) is not None:
+    if share is not None and (problem := _contradiction(facts, share, candidates)) is not None:
         raise InvalidSpec((problem,))
     if share is None:
         spec, name = _of_unknown(facts), name or f"device-{labels.device_id}"
@@ -154,16 +156,36 @@ def _beside(facts: NodeFacts, chip: str, per_node: int) -> str:
     return f"Profile {chip} matches its GPUs but has {per_node} a node, this draft {facts.gpus}; {choose}"
 
 
-def _contradiction(facts: NodeFacts, share: Share) -> Problem | None:
+def _contradiction(facts: NodeFacts, share: Share, candidates: Mapping[str, HardwareProfile]) -> Problem | None:
     """Why labels and capacity cannot all be true."""
-    problem = stale(facts.labels, share) or beyond_card(facts.labels, share)
-    if problem is None and facts.gpus % share.parts:
-        return Problem(
-            f"status.capacity of node {facts.labels.node}", f"{facts.gpus} {facts.resource}",
-            f"a multiple of {share.parts}: each is {share}, one of {share.parts}",
-            "restart AMD's node labeller and device plugin on the node, which read its GPUs only when they start",
-        )  # fmt: skip
-    return problem
+    if problem := stale(facts.labels, share) or beyond_card(facts.labels, share):
+        return problem
+    field, got = f"status.capacity of node {facts.labels.node}", f"{facts.gpus} {facts.resource}"
+    if facts.gpus % share.parts:
+        expected = f"a multiple of {share.parts}: each is {share}, one of {share.parts}"
+        return Problem(field, got, expected, READ_ANEW)
+    cards = max(_cards(one.spec) for one in candidates.values())
+    if facts.gpus > (most := cards * max(share.parts, share.card.memory // share.memory)):
+        expected = f"at most {most} of a node's {counted(cards, 'card')}: each is, as far as labels tell, {share}"
+        more = f"where a node does have {facts.gpus}, give its HardwareProfile with -f, with gpu.perNode {facts.gpus}"
+        return Problem(field, got, expected, f"{_suspected(facts.gpus, share, cards)}{READ_ANEW}; {more}")
+    return None
+
+
+def _cards(spec: HardwareProfileSpec) -> int:
+    """Whole cards of a node."""
+    gpu = spec.gpu
+    parts = 1 if gpu.card is None else num_partitions(gpu.partition.compute, gpu.card.compute_dies)
+    return max(1, gpu.per_node // parts)
+
+
+def _suspected(gpus: int, share: Share, cards: int) -> str:
+    """Which partition would make so many GPUs of the cards, and how to see it."""
+    modes = {number: mode for mode, number in PARTITIONS.items()} | {share.card.compute_dies: "CPX"}
+    parts, rest = divmod(gpus, cards)
+    if rest or parts not in modes:
+        return ""
+    return f"they may be {counted(cards, 'card')} in {modes[parts]}, as `amd-smi static --partition` would show; "
 
 
 def _of_whole(facts: NodeFacts, base: HardwareProfileSpec, share: Share) -> dict[str, Any]:

@@ -250,18 +250,20 @@ def test_a_part_whose_compute_units_nobody_counted_leaves_flops_open(run: Run, t
 
 
 @pytest.mark.parametrize(
-    "labels",
+    ("labels", "gpus"),
     [
-        CPX,
-        labelled("74b5", "128G"),
-        labelled("74a1", "192G", 38, "cpx_nps4"),
-        labelled("74b5", "24G", 38),
-        older_labels("74a1", "192G", 38, 64),
-        older_labels("74a2", "192G", 10, 64),
+        (CPX, 64),
+        (labelled("74b5", "128G"), 8),
+        (labelled("74a1", "192G", 38, "cpx_nps4"), 64),
+        (labelled("74b5", "24G", 38), 64),
+        (older_labels("74a1", "192G", 38, 64), 64),
+        (older_labels("74a2", "192G", 10, 64), 64),
     ],
 )
-def test_a_draft_that_is_filled_in_matches_its_node(run: Run, tmp_path: Path, labels: dict[str, str]) -> None:
-    _, document = drafted(run, tmp_path, node(labels, 64))
+def test_a_draft_that_is_filled_in_matches_its_node(
+    run: Run, tmp_path: Path, labels: dict[str, str], gpus: int
+) -> None:
+    _, document = drafted(run, tmp_path, node(labels, gpus))
     document["spec"]["reserve"] = MEASURED_RESERVE
     profile = parse(HardwareProfile, document)
     assert profile.spec.basis_of("reserve.contexts") is None
@@ -452,6 +454,46 @@ def test_a_folder_is_not_asked_of_kubectl(run: Run, tmp_path: Path, monkeypatch:
     status, _, err = run("from-node", "nodes")
     assert status == 2
     assert "nodes: got Is a directory, expected a readable file" in err
+
+
+@pytest.mark.parametrize(
+    ("labels", "gpus", "told"),
+    [
+        (labelled("75a3"), 64, (8, "they may be 8 cards in CPX, as `amd-smi static --partition` would show; restart")),
+        (labelled("75a3", "288G"), 64, (8, "they may be 8 cards in CPX, as")),
+        (labelled("75a3", "288G", 256, "spx_nps1"), 16, (8, "they may be 8 cards in DPX, as")),
+        (labelled("74a2", "192G"), 32, (8, "they may be 8 cards in CPX, as")),
+        (labelled("74a1", "192G", 304), 12, (8, "restart AMD's node labeller and device plugin")),
+        (labelled("74a1", "96G", 152, "dpx_nps1"), 32, (16, "they may be 8 cards in QPX, as")),
+        (labelled("74b5", "192G", 304), 9, (8, "restart AMD's node labeller and device plugin")),
+    ],
+)
+def test_more_gpus_than_a_nodes_cards_make_are_refused(
+    run: Run, tmp_path: Path, labels: dict[str, str], gpus: int, told: tuple[int, str]
+) -> None:
+    """Each would be given all of a card that it is a part of."""
+    most, suspected = told
+    status, out, err = run("from-node", saved(tmp_path, node(labels, gpus)))
+    assert (status, out) == (2, "")
+    assert (
+        f"status.capacity of node gpu-1: got {gpus} amd.com/gpu, expected at most {most} of a node's 8 cards: " in err
+    )
+    assert f"; {suspected}" in err
+    # a node of more cards is known by a profile that says so
+    own = yaml.safe_load(run("show", "mi300x", "-o", "yaml")[1])
+    own["metadata"]["name"] = "large"
+    own["spec"]["match"]["deviceIds"], own["spec"]["match"]["virtualDeviceIds"] = ["74a1", "75a3", "74a2", "74b5"], []
+    own["spec"]["gpu"]["perNode"] = 64
+    assert run("from-node", saved(tmp_path, node(labels, gpus)), "-f", saved(tmp_path, own, "own.yaml"))[0] == 0
+
+
+def test_more_gpus_than_a_profile_has_are_no_fewer_of_them(run: Run, tmp_path: Path) -> None:
+    own = yaml.safe_load(run("show", "mi300x", "-o", "yaml")[1])
+    own["metadata"]["name"], own["spec"]["gpu"]["perNode"] = "large", 16
+    own["spec"]["match"] |= {"deviceIds": ["0001"], "virtualDeviceIds": []}
+    file = saved(tmp_path, own, "own.yaml")
+    small = run("from-node", saved(tmp_path, node(labelled("0001", "192G", 304, "spx_nps1"), 12)), "-f", file)
+    assert "or set gpusPerNode to 12 in both roles" in small[2]
 
 
 DEVICES = st.sampled_from(["74a1", "74b5", "74a2", "74b6", "75a3", "7777", "0000"])
