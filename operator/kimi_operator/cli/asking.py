@@ -33,7 +33,7 @@ from kimi_operator.errors import InvalidSpec, Problem
 from kimi_operator.planner import Plan
 from kimi_operator.planner.case import Solution
 from kimi_operator.planner.demand import FIELD
-from kimi_operator.planner.elsewhere import with_more_seqs, with_remedies
+from kimi_operator.planner.elsewhere import layout_of, load_on, with_remedies, with_room
 from kimi_operator.planner.reservation import RESERVATION
 from kimi_operator.planner.targets import TARGETS
 from kimi_operator.planner.workload import Workload, check_lengths, read_workload, workload_of
@@ -185,7 +185,9 @@ def _with_remedies(outlook: Outlook) -> Outlook:
     """The outlook; what is missed names what would meet it: another layout, or more running requests of a lane."""
     now, best = outlook.decode.at_plan, outlook.decode.best
     if isinstance(now, Solution) and isinstance(best, Solution):
-        told = with_more_seqs(now.misses, now, best, outlook.workload.running, "spec.decode.maxNumSeqs")
+        timing = None if outlook.forecast is None else outlook.forecast.timing
+        load = load_on(outlook.workload, layout_of(outlook.planned.deployment.spec), timing)
+        told = with_room(now.misses, now, best, "spec.decode.maxNumSeqs", load)
         of_decode = dict(zip(now.misses, told, strict=True))
         outlook = replace(outlook, misses=tuple(of_decode.get(each, each) for each in outlook.misses))
     return _with_layouts(outlook)

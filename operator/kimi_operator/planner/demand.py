@@ -13,7 +13,7 @@ from kimi_operator.api.profile import DType
 from kimi_operator.errors import InvalidSpec, Problem
 from kimi_operator.planner.budget import Budget, PagePool
 from kimi_operator.planner.case import Case, Solution, Timing
-from kimi_operator.planner.elsewhere import same_demand, with_more_seqs, with_remedies
+from kimi_operator.planner.elsewhere import layout_of, load_on, same_demand, with_remedies, with_room
 from kimi_operator.planner.memory import GroupShape
 from kimi_operator.planner.pools import Room, Settings, num_slots
 from kimi_operator.planner.solve import solve
@@ -123,9 +123,10 @@ def shortfalls(s: Settings, room: Room, demand: Demand, solution: Solution) -> I
     """What of the workload these settings do not meet or barely, and a setting of the user's that it cannot fill."""
     misses = with_remedies(solution.misses, same_demand(s, demand.workload, demand.timing), s.spec)
     stated, holds = s.spec.role(room.role).max_num_seqs, _held(solution)
-    if stated is not None and room.role is Role.DECODE:
-        best, field = _best(s, room, demand), f"spec.{room.role}.maxNumSeqs"
-        misses = with_more_seqs(misses, solution, best, demand.workload.running, field)
+    if room.role is Role.DECODE:
+        best, field = solution if stated is None else _best(s, room, demand), f"spec.{room.role}.maxNumSeqs"
+        load = load_on(demand.workload, layout_of(s.spec), demand.timing)
+        misses = with_room(misses, solution, best, field, load)
     for problem in (*misses, *solution.doubts):
         of_workload = problem.field.startswith("workload.")
         yield str(replace(problem, field=f"spec.{problem.field}") if of_workload else problem)

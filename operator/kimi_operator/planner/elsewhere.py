@@ -9,10 +9,10 @@ from msgspec.structs import replace
 from kimi_operator.api.deployment import KimiDeploymentSpec, Role
 from kimi_operator.errors import Problem
 from kimi_operator.planner.case import Limit, Solution, Timing
+from kimi_operator.planner.feed import Load, load_of
 from kimi_operator.planner.layout import distance, divides
 from kimi_operator.planner.memory import GroupShape
 from kimi_operator.planner.pools import Settings
-from kimi_operator.planner.solve import more_lanes
 from kimi_operator.planner.space import Layout, Search, worker_search
 from kimi_operator.planner.targets import TARGETS, told
 from kimi_operator.planner.units import ceil_div
@@ -42,33 +42,56 @@ def with_remedies(problems: Iterable[Problem], request: Search, spec: KimiDeploy
     )
 
 
-def with_more_seqs(
-    misses: Iterable[Problem], now: Solution, best: Solution, running: int | None, field: str
-) -> tuple[Problem, ...]:
-    """What decode misses; a load is met by more running requests of a lane first, where more fit.
+def with_room(misses: Iterable[Problem], now: Solution, best: Solution, field: str, load: Load) -> tuple[Problem, ...]:
+    """What decode misses; a load that it has no room for is told what makes room, as far as prefill fills it.
 
-    `best` is `now` with maxNumSeqs, which `field` states, left to what fits; `running` is the load.
+    `best` is `now` with maxNumSeqs, which `field` states, left to what fits.
     """
-    fit = min(bound.max_num_seqs for bound in best.bounds if bound.limit is not Limit.WORKLOAD)
-    if running is None or fit < now.max_num_seqs:
-        return tuple(misses)
-    if fit == now.max_num_seqs:
+    misses = tuple(misses)
+    if not any(miss.field in LOADS for miss in misses):
+        return misses
+    if _fit(best) == now.max_num_seqs:
         # with maxNumSeqs left open it is not what binds
         open_misses = {miss.field: miss for miss in best.misses}
-        return tuple(open_misses.get(miss.field, miss) if miss.field in LOADS else miss for miss in misses)
-    lanes = now.running // now.max_num_seqs
-    wanted = ceil_div(running, lanes)
-    if wanted <= fit:
-        remedy = f"raise {field} to {wanted} ({fit} fit), or {more_lanes(running, now.max_num_seqs)}"
-    else:
-        held = f"as many as fit, for {fit * lanes:,} at once"
-        remedy = f"raise {field} to {fit}, {held}; for all {running:,} {more_lanes(running, fit)}"
+        misses = tuple(open_misses.get(miss.field, miss) if miss.field in LOADS else miss for miss in misses)
+    remedy = _room(now, _fit(best), field, load)
     return tuple(replace(miss, remedy=remedy) if miss.field in LOADS else miss for miss in misses)
+
+
+def _fit(best: Solution) -> int:
+    """Running requests of a lane that would fit and meet the target TPOT, whatever is asked for."""
+    return min(bound.max_num_seqs for bound in best.bounds if bound.limit is not Limit.WORKLOAD)
+
+
+def _room(now: Solution, fit: int, field: str, load: Load) -> str:
+    """A remedy: more running requests of a lane come before more lanes, and both only while prefill fills them."""
+    assert load.running is not None, "as many as fit are not missed"
+    seqs = now.max_num_seqs
+    if fit < 1:
+        return "meet the target TPOT first, which not even one request a lane does"
+    if fit <= seqs or load.is_fed_less(seqs):
+        return load.room(min(fit, seqs))
+    lanes = now.running // seqs
+    wanted = ceil_div(load.running, lanes)
+    if wanted <= fit:
+        return f"raise {field} to {wanted} ({fit} fit), or {load.room(seqs)}"
+    held = f"as many as fit, for {fit * lanes:,} at once"
+    return f"raise {field} to {fit}, {held}; for all {load.running:,} {load.room(fit)}"
+
+
+def load_on(work: Workload, layout: Layout, timing: Callable[[GroupShape, int], Timing] | None) -> Load:
+    """What decode of a layout is asked to run, beside its prefill where times are predicted."""
+    prefill, decode = Role.PREFILL, Role.DECODE
+    lanes = layout.lanes(prefill), layout.lanes(decode)
+    if timing is None:
+        return load_of(work, lanes, None)
+    of_prefill, of_decode = (timing(layout.shape(role), layout.groups(role)) for role in (prefill, decode))
+    return load_of(work, lanes, (of_prefill, of_decode))
 
 
 def _remedy(problem: Problem, request: Search, spec: KimiDeploymentSpec) -> str:
     # its own layout meets it with fewer running requests, which the problem says itself
-    elsewhere = (each for each in _solved(request, spec) if each[0] != _layout(spec))
+    elsewhere = (each for each in _solved(request, spec) if each[0] != layout_of(spec))
     met = [each for each in elsewhere if problem.field not in {miss.field for miss in each[1]}]
     if not met:
         return f"no other tensorParallel or size of a group on the same nodes meets it: {problem.remedy}"
@@ -122,7 +145,8 @@ def _splits(request: Search, spec: KimiDeploymentSpec, role: Role) -> Iterator[t
                 yield shape, total // nodes
 
 
-def _layout(spec: KimiDeploymentSpec) -> Layout:
+def layout_of(spec: KimiDeploymentSpec) -> Layout:
+    """The groups that a deployment states."""
     prefill, decode = (_shape(spec, role) for role in (Role.PREFILL, Role.DECODE))
     return Layout(prefill, spec.prefill.groups, decode, spec.decode.groups)
 

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from kimi_operator.api.deployment import Role
 from kimi_operator.errors import InvalidSpec, Problem
 from kimi_operator.planner.case import Limit, Solution
+from kimi_operator.planner.elsewhere import load_on, with_room
 from kimi_operator.planner.layout import MAX_NODES, check_longest
 from kimi_operator.planner.refusals import Reason, Refusal, refusals, shortage
 from kimi_operator.planner.space import Layout, Search, block_pools, layouts, page_pools
@@ -106,7 +107,16 @@ def _candidates(request: Search) -> Iterator[Candidate]:
         decode = _decode(request, used)
         assert isinstance(prefill, Solution), prefill
         rate = None if request.throughput is None else request.throughput(used, decode)
+        decode = replace(decode, misses=_with_room(request, used, decode))
         yield Candidate(used, prefill, decode, rate, *told((prefill, decode), request.queued(used, decode)))
+
+
+def _with_room(request: Search, layout: Layout, decode: Solution) -> tuple[Problem, ...]:
+    """What decode misses, with what would make room for a load."""
+    if not decode.misses:
+        return ()
+    load = load_on(request.workload, layout, request.timing)
+    return with_room(decode.misses, decode, decode, "spec.decode.maxNumSeqs", load)
 
 
 def _decode(request: Search, layout: Layout) -> Solution:

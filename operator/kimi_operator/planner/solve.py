@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import lru_cache
-from statistics import fmean
 
 from kimi_operator.api.deployment import Role
 from kimi_operator.errors import Problem
 from kimi_operator.planner.budget import Budget, PoolDesign
 from kimi_operator.planner.case import Bound, Case, Limit, Solution, Stretch, Timing
+from kimi_operator.planner.feed import MORE_PREFILL, fed_per_s, more_lanes
 from kimi_operator.planner.memory import MemoryLine
 from kimi_operator.planner.targets import doubted, missed
 from kimi_operator.planner.units import binding, bytes_text, ceil_div, counted, most
@@ -224,11 +224,6 @@ def _shorten(budget: Budget, longest: int, num_units: int) -> str:
     return " or ".join(remedies) or "use more GPUs a group, or GPUs with more memory"
 
 
-def more_lanes(running: int, seqs: int) -> str:
-    """What lets so many requests run where a lane runs no more than `seqs`."""
-    return f"use {counted(ceil_div(running, seqs), 'lane')}, or lower it"
-
-
 def _misses(case: Case, seqs: int, limit: Limit) -> Iterator[Problem]:
     work, timing = case.workload, case.timing
     if case.role is Role.DECODE and work.running is not None and work.running > seqs * case.lanes:
@@ -245,9 +240,8 @@ def _misses(case: Case, seqs: int, limit: Limit) -> Iterator[Problem]:
     if timing is None:
         return
     if case.role is Role.PREFILL and work.requests_per_second is not None:
-        prompts = (timing.prefill_s(*work.computed_and_reused(tokens)) for tokens in work.prompt.points)
-        rate, fed = float(work.requests_per_second), case.lanes / fmean(prompts)
+        rate, fed = float(work.requests_per_second), fed_per_s(work, timing, case.lanes)
         if rate > fed:
             expected = f"at most {fed:.3g}, what prefill feeds: beyond, ever more prompts wait"
-            yield Problem("workload.requestsPerSecond", f"{rate:g}", expected, "add groups to prefill, or lower it")
+            yield Problem("workload.requestsPerSecond", f"{rate:g}", expected, f"{MORE_PREFILL}, or lower it")
     yield from missed(case, seqs)
