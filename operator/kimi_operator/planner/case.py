@@ -85,6 +85,11 @@ class Case(Struct, frozen=True):
         return self._served.tokens(self.role)
 
     @property
+    def held(self) -> int:
+        """Tokens that running requests hold on average on decode; prefill keeps a prompt no longer than its time."""
+        return min(self.workload.mean_context, self.max_positions) if self.role is Role.DECODE else 0
+
+    @property
     def longest_request(self) -> int:
         """Tokens that one request must find room for. Both roles have one limit: a prompt and its whole answer."""
         return max(self.longest, self._served.decode_tokens.longest)

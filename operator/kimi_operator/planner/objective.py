@@ -46,7 +46,9 @@ def mean_request(workload: Workload) -> Request:
     prompt, output = math.ceil(workload.prompt.mean), max(1, round(workload.output.mean))
     computed, reused = workload.computed_and_reused(workload.prompt.mean)
     pairs = fmean(token_pairs(*workload.computed_and_reused(point)) for point in workload.prompt.points)
-    return Request(prompt, output, reused, pairs / token_pairs(computed, reused))
+    is_alike = len(workload.output.points) == 1
+    held = None if is_alike else workload.mean_context
+    return Request(prompt, output, reused, pairs / token_pairs(computed, reused), held)
 
 
 class Forecast(Struct, frozen=True, dict=True):

@@ -176,11 +176,13 @@ class Request(Struct, frozen=True):
     cached_tokens: int = 0
     pairs_factor: float = 1.0
     """As of PrefillLoad."""
+    held_tokens: int | None = None
+    """What those hold on average that decode, where lengths vary (Workload.mean_context)."""
 
     @property
     def mean_context(self) -> int:
-        """Context halfway through the answer."""
-        return self.prompt_tokens + self.output_tokens // 2
+        """Tokens held on average while answers grow; halfway where all are alike."""
+        return self.held_tokens or self.prompt_tokens + self.output_tokens // 2
 
     def prefill(self, chunk_tokens: int, busy_lanes: int = 1) -> PrefillLoad:
         """Its prompt, beside those of other lanes."""

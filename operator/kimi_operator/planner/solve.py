@@ -1,7 +1,8 @@
 """MAX_NUM_SEQS, KV pool and longest request of a lane, solved for a workload; and what binds, from which context on.
 
-The rule for lengths that vary: the workload's longest request must run beside others of mean length. With one length
-that is exact; with several, a lane that draws worse than this preempts its youngest request.
+The rule for lengths that vary: the workload's longest request must run beside others that each hold what a mean request
+ends with, or what those that run hold on average where that is more: a few long answers fill most places. With one
+length that is exact; with several, a lane that draws worse than this preempts its youngest request.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def unused(case: Case, solution: Solution) -> tuple[MemoryLine, ...]:
     """
     budget, seqs, design = case.budget, solution.max_num_seqs, case.budget.design
     outside = budget.outside(seqs)
-    idle = solution.num_units - _need(case, case.requests)(seqs)
+    idle = solution.num_units - _need(case, case.requests, case.held)(seqs)
     tail = solution.pool_bytes - design.fixed_bytes(seqs) - solution.num_units * design.unit_bytes
     lines = (
         MemoryLine(
@@ -99,10 +100,12 @@ def unused(case: Case, solution: Solution) -> tuple[MemoryLine, ...]:
     return tuple(line for line in lines + kept if line.bytes)
 
 
-def _need(case: Case, requests: Lengths) -> Callable[[int], int]:
-    """Running requests -> pages or blocks that they take: the longest request beside mean ones."""
-    longest, total = _longest_and_total(case.budget.design, requests)
-    return lambda seqs: longest + ceil_div((seqs - 1) * total, len(requests.points))
+def _need(case: Case, requests: Lengths, held: int = 0) -> Callable[[int], int]:
+    """Running requests -> pages or blocks that they take: the longest request beside mean ones, of `held` at least."""
+    design, number = case.budget.design, len(requests.points)
+    longest, total = _longest_and_total(design, requests)
+    each = max(total, design.units(held) * number) if held > requests.mean else total
+    return lambda seqs: longest + ceil_div((seqs - 1) * each, number)
 
 
 @lru_cache(maxsize=1024)
@@ -116,7 +119,7 @@ def _bounds(case: Case) -> Iterator[Bound]:
     yield _lanes_bound(case)
     if case.budget.captures is not None and case.budget.pool_bytes is not None:
         yield _graphs_bound(case)
-    yield _memory_bound(case, case.requests)
+    yield _memory_bound(case, case.requests, case.held)
     if case.timing is not None and not case.is_set:
         yield from _time_bounds(case, case.timing)
     running = case.workload.running
@@ -145,9 +148,9 @@ def _graphs_bound(case: Case) -> Bound:
     return Bound(Limit.GRAPHS, seqs, f"{room:,} B are left for them{refused}")
 
 
-def _memory_bound(case: Case, requests: Lengths) -> Bound:
+def _memory_bound(case: Case, requests: Lengths, held: int = 0) -> Bound:
     """What pool and state slots hold, named after what one more request would spend most on."""
-    budget, design, need = case.budget, case.budget.design, _need(case, requests)
+    budget, design, need = case.budget, case.budget.design, _need(case, requests, held)
     seqs = most(lambda n: budget.num_units(n) >= need(n), 1, MOST_SEQS)
     state = design.units(0) * design.unit_bytes
     # Slots of handoffs and captured graphs come one for several requests: spread, so that the name does not flicker.

@@ -142,10 +142,15 @@ class Workload(Struct, frozen=True, dict=True):
         computed = max(1, math.ceil(whole * (1 - self.reuse)))
         return computed, whole - computed
 
-    @property
+    @cached_property
     def mean_context(self) -> int:
-        """Tokens that a mean request holds halfway through its answer."""
-        return math.ceil(self.prompt.mean + self.output.mean / 2)
+        """Tokens that those requests hold on average that decode at any moment.
+
+        A long answer takes its place for longer, so more of those that run are long: E[p] + E[o^2] / (2 E[o]) for
+        prompts p and answers o (the length bias of renewal theory). Of answers of one length that is halfway.
+        """
+        answers = self.output.points
+        return math.ceil(self.prompt.mean + Fraction(sum(answer**2 for answer in answers), 2 * sum(answers)))
 
     @property
     def running(self) -> int | None:

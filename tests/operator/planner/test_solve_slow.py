@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator
+from fractions import Fraction
 
 import pytest
 from hypothesis import given, settings
@@ -29,7 +30,7 @@ PAGES = PagePool(64, page_bytes(K3, 64, DType.BFLOAT16), slot_bytes(K3, 2, DType
 # a slow count that the solver must agree with
 
 
-def slow_holds(case: Case, requests: Lengths, seqs: int) -> bool:
+def slow_holds(case: Case, requests: Lengths, seqs: int, held: int = 0, whole: int = 0) -> bool:
     """Whether so many run: memory is taken piece by piece, on as many like GPUs as there are lengths.
 
     On them, each length runs (seqs - 1) times and the longest once a GPU, so that means need no fractions.
@@ -56,8 +57,19 @@ def slow_holds(case: Case, requests: Lengths, seqs: int) -> bool:
         left -= design.unit_bytes
         units += 1
     gpus = len(requests.points)
-    running = [requests.longest] * gpus + [tokens for tokens in requests.points for _ in range(seqs - 1)]
-    return sum(slow_units(design, tokens) for tokens in running) <= gpus * units
+    others = list(requests.points)
+    if held > sum(others) / gpus:
+        others = max(others, [held] * gpus, key=lambda each: sum(slow_units(design, tokens) for tokens in each))
+    running = [requests.longest] * gpus + [tokens for tokens in others for _ in range(seqs - 1)]
+    return slow_units(design, whole) <= units and sum(slow_units(design, each) for each in running) <= gpus * units
+
+
+def slow_held(case: Case) -> int:
+    """Tokens that a place of a decode lane holds on average: each answer is counted once for every step it takes."""
+    if case.role is Role.PREFILL:
+        return 0
+    steps = [Fraction(2 * step + 1, 2) for answer in case.workload.output.points for step in range(answer)]
+    return min(math.ceil(case.workload.prompt.mean + sum(steps) / len(steps)), case.max_positions)
 
 
 def slow_units(design: PoolDesign, tokens: int) -> int:
@@ -69,8 +81,8 @@ def slow_units(design: PoolDesign, tokens: int) -> int:
     return units if isinstance(design, PagePool) else units * design.layout.row_groups + design.layout.state_groups
 
 
-def slow_seqs(case: Case, requests: Lengths, most: int) -> int:
-    return max((seqs for seqs in range(1, most + 1) if slow_holds(case, requests, seqs)), default=0)
+def slow_seqs(case: Case, requests: Lengths, most: int, held: int = 0, whole: int = 0) -> int:
+    return max((seqs for seqs in range(1, most + 1) if slow_holds(case, requests, seqs, held, whole)), default=0)
 
 
 def slow_in_time(case: Case) -> int:
@@ -78,7 +90,7 @@ def slow_in_time(case: Case) -> int:
     work, seqs = case.workload, 1
     if case.role is Role.PREFILL or work.tpot_s is None or case.timing is None:
         return case.most_seqs
-    tokens = min(math.ceil(work.prompt.mean + work.output.mean / 2), case.max_positions)
+    tokens = slow_held(case)
     while seqs < case.most_seqs and case.timing.decode_step_s(seqs + 1, tokens) <= work.tpot_s:
         seqs += 1
     return seqs
@@ -109,7 +121,7 @@ def random_case(rng: random.Random) -> Case:
     lines = tuple(MemoryLine(f"line {i}", rng.randint(0, 200_000), "") for i in range(rng.randint(0, 3)))
     pool = rng.choice((None, None, rng.randint(0, 2_000_000)))
     captures = rng.choice((None, None, Captures(rng.randint(0, 200_000))))
-    output = fixed(rng.randint(1, 50))
+    output = rng.choice((fixed(rng.randint(1, 50)), random_lengths(rng), log_normal(10, 300)))
     return Case(
         workload=Workload(
             random_lengths(rng),
@@ -129,7 +141,9 @@ def random_case(rng: random.Random) -> Case:
 @pytest.mark.parametrize("seed", range(300))
 def test_the_solver_agrees_with_the_slow_count(seed: int) -> None:
     case = random_case(random.Random(seed))
-    most = slow_seqs(case, case.requests, case.most_seqs)
+    # prefill, too, must have room for a prompt and its whole answer beside the slots of all
+    whole = case.workload.within(case.max_positions).decode_tokens.longest
+    most = slow_seqs(case, case.requests, case.most_seqs, slow_held(case), whole)
     solution = solve(case)
     if isinstance(solution, Problem):
         assert most == 0, str(solution)

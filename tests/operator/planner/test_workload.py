@@ -277,3 +277,21 @@ def test_many_observed_lengths_keep_their_longest_and_nearly_their_mean(seed: in
 @given(first=SIZES, second=SIZES)
 def test_sums_of_fixed_lengths_are_fixed(first: int, second: int) -> None:
     assert fixed(first).plus(fixed(second)).points == (first + second,)
+
+
+@pytest.mark.parametrize("answers", [fixed(60), uniform(1, 120), log_normal(30, 300), empirical((5, 5, 5, 400))])
+def test_those_that_run_hold_what_a_lane_of_places_holds(answers: Lengths) -> None:
+    """Places that are never empty, each a token a step: long answers fill most of them."""
+    rng, prompt = random.Random(7), 100
+    left = [0] * 64
+    done = [0] * 64
+    held = []
+    for step in range(12_000):
+        for place, tokens in enumerate(left):
+            if not tokens:
+                left[place], done[place] = rng.choice(answers.points), 0
+            left[place] -= 1
+            done[place] += 1
+        if step >= 2000:
+            held.append(prompt + sum(done) / len(done) - 0.5)
+    assert Workload(fixed(prompt), answers).mean_context == pytest.approx(sum(held) / len(held), rel=0.03)
