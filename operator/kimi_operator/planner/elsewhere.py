@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from kimi_operator.api.deployment import KimiDeploymentSpec, Role
 from kimi_operator.errors import Problem
 from kimi_operator.planner.case import Limit, Solution, Timing
-from kimi_operator.planner.feed import Load, load_of
+from kimi_operator.planner.feed import MORE_PREFILL, Load, load_of
 from kimi_operator.planner.layout import distance, divides
 from kimi_operator.planner.memory import GroupShape
 from kimi_operator.planner.pools import Settings
@@ -90,26 +90,37 @@ def load_on(work: Workload, layout: Layout, timing: Callable[[GroupShape, int], 
 
 
 def _remedy(problem: Problem, request: Search, spec: KimiDeploymentSpec) -> str:
-    # its own layout meets it with fewer running requests, which the problem says itself
-    elsewhere = (each for each in _solved(request, spec) if each[0] != layout_of(spec))
-    met = [each for each in elsewhere if problem.field not in {miss.field for miss in each[1]}]
-    if not met:
-        return f"no other tensorParallel or size of a group on the same nodes meets it: {problem.remedy}"
+    own = layout_of(spec)
 
     def changes(layout: Layout) -> tuple[int, ...]:
-        each = [distance(_shape(spec, role), layout.shape(role)) for role in Role]
+        each = [distance(own.shape(role), layout.shape(role)) for role in Role]
         return tuple(sum(parts) for parts in zip(*each, strict=True))
 
+    # its own layout meets it with fewer running requests, which the problem says itself
+    solved = {layout: each for layout, each in _solved(request, spec).items() if layout != own}
+    judged = [(layout, *told(each, request.queued(layout, each[1]))) for layout, each in solved.items()]
+    met = [each for each in judged if problem.field not in {miss.field for miss in each[1]}]
+    if not met:
+        # what is missed may be the wait alone, which the problem does not speak of
+        alone = [layout for layout, each in solved.items() if not _is_missed(problem.field, each)]
+        if not alone:
+            return f"no other tensorParallel or size of a group on the same nodes meets it: {problem.remedy}"
+        but = "meets it but for the wait (with it none of the same nodes does)"
+        return f"use {min(alone, key=changes)}, which {but}, and {MORE_PREFILL} or lower the load; or {problem.remedy}"
     layout, misses, doubts = min(met, key=lambda each: (len(each[1]), changes(each[0])))
     others = " and ".join(dict.fromkeys(miss.field.rpartition(".")[2] for miss in misses))
     meets = "meets it within the band" if problem.field in {doubt.field for doubt in doubts} else "meets it"
     return f"use {layout}, which {meets}{f' but misses {others}' if others else ''}, or {problem.remedy}"
 
 
-def _solved(
-    request: Search, spec: KimiDeploymentSpec
-) -> Iterator[tuple[Layout, tuple[Problem, ...], tuple[Problem, ...]]]:
-    """Layouts of the same nodes that fit, with what they miss and what they meet within the band."""
+def _is_missed(field: str, solutions: Iterable[Solution]) -> bool:
+    """Whether a target is missed by themselves, waits left aside."""
+    return any(miss.field == field for each in solutions for miss in each.misses)
+
+
+def _solved(request: Search, spec: KimiDeploymentSpec) -> dict[Layout, tuple[Solution, Solution]]:
+    """Prefill and decode of the layouts of the same nodes that fit."""
+    found = {}
     for prefill, prefill_groups in _splits(request, spec, Role.PREFILL):
         for decode, decode_groups in _splits(request, spec, Role.DECODE):
             if prefill.tensor_parallel != decode.tensor_parallel:
@@ -117,8 +128,8 @@ def _solved(
             first = request.outcome(Role.PREFILL, prefill, prefill_groups)
             second = request.outcome(Role.DECODE, decode, decode_groups)
             if isinstance(first, Solution) and isinstance(second, Solution):
-                layout = Layout(prefill, prefill_groups, decode, decode_groups)
-                yield layout, *told((first, second), request.queued(layout, second))
+                found[Layout(prefill, prefill_groups, decode, decode_groups)] = (first, second)
+    return found
 
 
 def same_groups(request: Search, spec: KimiDeploymentSpec) -> Iterator[tuple[Layout, dict[Role, Solution]]]:

@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -192,3 +193,26 @@ def test_a_target_is_judged_at_as_many_as_the_plan_runs(run: Run, tmp_path: Path
     assert fewer is not None
     assert run(*start, ms(1.1 * step_s()), "--max-num-seqs", fewer[1])[0] == 0
     assert run(*start, ms(1.1 * step_s()), "--max-num-seqs", int(fewer[1]) + 1)[0] == 1
+
+
+def test_a_layout_that_misses_by_the_wait_alone_is_not_said_to_miss_by_its_prompts(run: Run) -> None:
+    """Wider lanes take less for a prompt, and prompts wait all the same."""
+
+    def plan(*flags: object) -> dict[str, Any]:
+        load = ("--nodes", 4, "--prompt-tokens", 100_000, "--output-tokens", 1000, *flags)
+        document: dict[str, Any] = json.loads(run("plan", "--chip", "mi355x", *load, "-o", "json")[1])
+        return document
+
+    wide = plan("--concurrency", 64, "--tensor-parallel", 8)["speed"]
+    target = ("--target-ttft", f"{1.05 * wide['prefill_busy']['value'] / 1e3:.1f}s")
+    prompt, wait = plan("--concurrency", 64, *target)["misses"]
+    assert re.match(
+        r"use .*\(TP8 .*, which meets it but for the wait .*, and add groups to prefill or", prompt["remedy"]
+    )
+    assert "no other tensorParallel" not in prompt["remedy"]
+    assert "wait for prefill" in wait["expected"]
+    (alone,) = plan("--concurrency", 2, *target)["misses"]
+    assert re.match(r"use .*\(TP8 .*, which meets it", alone["remedy"])
+    # where not even a prompt alone is in time, no wait is blamed
+    prompt, _ = plan("--concurrency", 64, "--target-ttft", f"{wide['prefill']['value'] / 4e3:.1f}s")["misses"]
+    assert prompt["remedy"].startswith("no other tensorParallel or size of a group on the same nodes meets it: ")
