@@ -65,9 +65,6 @@ def decode_kernel(  # noqa: PLR0913, PLR0917 - Triton has no structures
     if IS_WIDE:
         b_q, b_q_rope = b_q.to(tl.float32), b_q_rope.to(tl.float32)
 
-    if IS_WIDE:
-        b_q, b_q_rope = b_q.to(tl.float32), b_q_rope.to(tl.float32)
-
     b_peak = tl.full((BLOCK_H,), float("-inf"), tl.float32)
     b_sum = tl.zeros((BLOCK_H,), tl.float32)
     b_result = tl.zeros((BLOCK_H, BLOCK_L), tl.float32)
