@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kimi_operator.api.profile import DType, HardwareProfile
 from kimi_operator.cli.figures import Figure, factor_of, number, with_band
 from kimi_operator.cli.outlook import Outlook, Speed
-from kimi_operator.planner.architecture import Architecture
+from kimi_operator.planner.objective import Forecast
 from kimi_operator.planner.predict import (
     HANDOFF_SHARES,
     Calibration,
@@ -20,7 +19,7 @@ from kimi_operator.planner.predict import (
 )
 from kimi_operator.planner.roofline import DecodeLoad
 from kimi_operator.planner.units import binding, ceil_div, counted
-from kimi_operator.profiles.forecast import decode_forecast, forecast_of
+from kimi_operator.profiles.forecast import decode_forecast
 
 NOT_PREDICTED = "not predicted"
 _STEP, _PROMPT = "factor x sum of the step's terms", "factor x sum of the prompt's terms"
@@ -60,8 +59,14 @@ def _decode(outlook: Outlook, reason: str) -> Iterator[Figure]:
     else:
         yield _predicted("tpot", either.tpot, _STEP)
         yield _predicted("tpotAlone", either.tpot_alone, f"{_STEP}, one request")
-        _, calibration = decode_forecast(*_hardware(outlook))
-        yield _calibration("calibration.decode", either.tpot, calibration)
+        yield _calibration("calibration.decode", either.tpot, _decode_calibration(outlook))
+
+
+def _decode_calibration(outlook: Outlook) -> Calibration:
+    if outlook.forecast is not None:
+        return outlook.forecast.decode
+    planned = outlook.planned
+    return decode_forecast(planned.architecture, planned.profile, outlook.plan.kv_cache_dtype)[1]
 
 
 def _prefill(outlook: Outlook, speed: Speed) -> Iterator[Figure]:
@@ -69,7 +74,7 @@ def _prefill(outlook: Outlook, speed: Speed) -> Iterator[Figure]:
     busy = f"{_PROMPT}, beside those of the lanes that this load keeps busy: {speed.busy_lanes}"
     yield _predicted("prefillBusy", speed.prefill_busy, busy)
     yield _ttft(outlook, speed)
-    yield _calibration("calibration.prefill", speed.prefill, forecast_of(*_hardware(outlook), outlook.workload).prefill)
+    yield _calibration("calibration.prefill", speed.prefill, _forecast(outlook).prefill)
 
 
 def _throughput(outlook: Outlook, speed: Speed) -> Iterator[Figure]:
@@ -96,12 +101,13 @@ def _ttft(outlook: Outlook, speed: Speed) -> Figure:
 
 def _prompt_beside_all(outlook: Outlook) -> str:
     """Milliseconds of a mean prompt while all lanes of its group compute one."""
-    forecast, shape = forecast_of(*_hardware(outlook), outlook.workload), outlook.prefill.shape
+    forecast, shape = _forecast(outlook), outlook.prefill.shape
     return number(prefill_ms(forecast.setup(shape), forecast.all_busy(shape), forecast.prefill).value)
 
 
-def _hardware(outlook: Outlook) -> tuple[Architecture, HardwareProfile, DType]:
-    return outlook.planned.architecture, outlook.planned.profile, outlook.plan.kv_cache_dtype
+def _forecast(outlook: Outlook) -> Forecast:
+    assert outlook.forecast is not None, "times of prefill come from it"
+    return outlook.forecast
 
 
 def _handoff_values(outlook: Outlook, request: Request) -> str:
@@ -115,7 +121,7 @@ def _handoff_values(outlook: Outlook, request: Request) -> str:
 
 def _bounds(outlook: Outlook, speed: Speed) -> str:
     """What clients, lanes and prefill each allow at the load of the plan; the last two without waiting."""
-    forecast, at, outputs = forecast_of(*_hardware(outlook), outlook.workload), speed.at, speed.request.output_tokens
+    forecast, at, outputs = _forecast(outlook), speed.at, speed.request.output_tokens
     decode = forecast.decode_side(outlook.decode.shape, outlook.decode.groups)
     running = min(at.concurrency, speed.capacity)
     load = DecodeLoad(ceil_div(running, decode.groups), speed.request.mean_context)
