@@ -100,8 +100,12 @@ def program_name(path: str) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run one command and exit with its status; reasons stand on standard error."""
-    _start_fast()
+    """Run one command and exit with its status; reasons stand on standard error.
+
+    Without arguments those of the program, which then is the whole process.
+    """
+    if arguments is None:
+        _start_fast()
     with reasons_cannot_fail():
         status = _status(program_name(sys.argv[0]), arguments)
     sys.exit(status)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from cyclopts import App
-from kimi_operator.cli import COMMANDS, INTERRUPTED, READER_GONE, build_app
+from kimi_operator.cli import COMMANDS, INTERRUPTED, READER_GONE, build_app, main
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 MI300X = EXAMPLES / "mi300x-2p2d.yaml"
@@ -90,6 +91,14 @@ def test_interrupting_ends_with_one_line(tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=TIMEOUT_S)
     assert (process.returncode, out, err) == (INTERRUPTED, "", "kimictl: interrupted\n")
+
+
+def test_a_command_that_is_called_leaves_its_caller_as_it_was(capsys: pytest.CaptureFixture[str]) -> None:
+    before = gc.get_threshold(), dict(os.environ)
+    with pytest.raises(SystemExit):
+        main(["profile", "list"])
+    assert (gc.get_threshold(), dict(os.environ)) == before
+    assert capsys.readouterr().out
 
 
 def test_planning_loads_nothing_that_it_does_not_need() -> None:
