@@ -62,6 +62,7 @@ class Level(Struct, frozen=True):
 
     @property
     def num_found(self) -> int:
+        """Rows whose answer names the expected value."""
         return sum(row.is_found for row in self.rows)
 
     @property
@@ -81,14 +82,17 @@ class Run(Struct, frozen=True, dict=True):
 
     @cached_property
     def rows(self) -> list[Row]:
+        """Of all levels, in order."""
         return [row for level in self.levels for row in level.rows]
 
     @property
     def problems(self) -> list[Row]:
+        """Rows that failed."""
         return [row for row in self.rows if row.problem]
 
     @property
     def is_right(self) -> bool:
+        """Whether none failed."""
         return not self.problems
 
 

@@ -1,4 +1,4 @@
-"""A plan for a terminal: ten lines that answer, then the details."""
+"""A plan for a terminal: eleven lines that answer, then the details."""
 
 from __future__ import annotations
 
