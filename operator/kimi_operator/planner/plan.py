@@ -38,8 +38,8 @@ from kimi_operator.planner.workload import Workload, fixed
 _KV_DTYPES = {KvPrecision.BF16: DType.BFLOAT16, KvPrecision.FP32: DType.FLOAT32}
 
 MAY_SHRINK = (
-    "; the plan chose maxNumSeqs: with more memory it may choose a higher one and leave fewer KV pages; set "
-    "maxNumSeqs to keep both as they are"
+    "; the plan chose as many as have limits.contextTokensPerSeq each: with more memory it may choose more and leave "
+    "fewer KV pages; set maxNumSeqs to keep both as they are"
 )
 """All memory is used, so pages cannot rise with it at every step where the running requests do too."""
 

@@ -127,8 +127,8 @@ def test_a_plan_that_chooses_says_that_more_memory_may_leave_fewer_pages() -> No
         assert isinstance(plan, Plan)
         found.append((plan.decode.max_num_seqs, plan.decode.num_pages, plan.decode.max_model_len))
         assert plan.decode.binds.endswith(
-            "; the plan chose maxNumSeqs: with more memory it may choose a higher one and leave fewer KV pages; set "
-            "maxNumSeqs to keep both as they are"
+            "; the plan chose as many as have limits.contextTokensPerSeq each: with more memory it may choose more and "
+            "leave fewer KV pages; set maxNumSeqs to keep both as they are"
         )
     assert found == [(17, 4_724, 302_336), (18, 4_620, 295_680)]
     # No further request, no loss: as many as the profile allows, or as the user states.
