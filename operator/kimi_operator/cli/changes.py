@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from kimi_operator.api.base import dump, fields_at, parse, paths_of
 from kimi_operator.api.deployment import KimiDeployment, KimiDeploymentSpec, Role
 from kimi_operator.api.profile import Basis, HardwareProfile, HardwareProfileSpec
-from kimi_operator.cli.figures import Figure, factor_of, with_band
+from kimi_operator.cli.figures import Amount, Figure, factor_of, with_band
 from kimi_operator.cli.files import read_value
 from kimi_operator.cli.flags import known_as, refuse
 from kimi_operator.errors import InvalidSpec
@@ -21,7 +21,7 @@ from kimi_operator.numerals import whole
 from kimi_operator.planner.predict import Prediction
 from kimi_operator.planner.units import counted
 
-ABSENT = "-"
+NO_FIGURE = Figure("", "-", "", "", "")
 WIDEST = 48
 """Longer cells push the next one to the right."""
 LEAST_FACTOR_CHANGE = 0.001
@@ -221,6 +221,8 @@ class Change(Struct, frozen=True):
     key: str
     before: str
     after: str
+    before_amount: Amount | None = None
+    after_amount: Amount | None = None
 
     @property
     def is_changed(self) -> bool:
@@ -247,9 +249,9 @@ def factor_notes(before: Mapping[str, Prediction], after: Mapping[str, Predictio
 
 def changes(before: Iterable[Figure], after: Iterable[Figure]) -> list[Change]:
     """Every figure of either plan, in the order of the first."""
-    old, new = ({figure.key: figure.text for figure in figures} for figures in (before, after))
-    keys = dict.fromkeys((*old, *new))
-    return [Change(key, old.get(key, ABSENT), new.get(key, ABSENT)) for key in keys]
+    old, new = ({figure.key: figure for figure in figures} for figures in (before, after))
+    pairs = ((key, old.get(key, NO_FIGURE), new.get(key, NO_FIGURE)) for key in dict.fromkeys((*old, *new)))
+    return [Change(key, one.text, other.text, one.amount, other.amount) for key, one, other in pairs]
 
 
 def table(rows: list[Change], heads: tuple[str, str]) -> Iterator[str]:

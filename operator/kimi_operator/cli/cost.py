@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from msgspec import Struct
 
-from kimi_operator.cli.figures import Figure, figures, number
+from kimi_operator.cli.figures import Amount, Figure, figures, number
 from kimi_operator.cli.flags import refuse
 from kimi_operator.cli.outlook import Outlook
 from kimi_operator.cli.time_figures import time_figures
@@ -134,7 +134,8 @@ def cost_figures(outlook: Outlook, cost: Cost) -> Iterator[Figure]:
         ("cost.request", cost.per_request, f"{prefill + decode:,} GPUs", requests),
     ):
         values = f"{gpus} x {cost.per_gpu_hour:g} / 3,600 / {over_values}: {output} of {cost.concurrency:,} at once"
-        yield Figure(key, price_text(price), f"GPUs x price / 3,600 s / {over}", values, cost.calibrated_on)
+        exact = Amount(price.value, "", price.low, price.high)
+        yield Figure(key, price_text(price), f"GPUs x price / 3,600 s / {over}", values, cost.calibrated_on, exact)
     at = f"{cost.concurrency:,} at once"
     yield Figure("cost.binds", cost.binds, "which bound on the output is the least", at, cost.calibrated_on)
 

@@ -15,7 +15,7 @@ from kimi_operator.api.base import dump
 from kimi_operator.cli.cost import Cost
 from kimi_operator.cli.look_ahead import contexts
 from kimi_operator.cli.outlook import DecodeSpeed, Outlook, RoleOutlook, Speed
-from kimi_operator.cli.text import meets_workload
+from kimi_operator.cli.text import meets_workload, total_of
 from kimi_operator.errors import Problem
 from kimi_operator.planner.case import Solution
 from kimi_operator.planner.designs import compare_designs
@@ -23,9 +23,11 @@ from kimi_operator.planner.predict import Prediction
 from kimi_operator.planner.workload import Workload
 
 
-def plan_document(outlook: Outlook, cost: Cost | None) -> dict[str, Any]:
+def plan_document(outlook: Outlook, cost: Cost | None, search: str | None = None) -> dict[str, Any]:
     """Everything about a plan that fits. Sizes in bytes, times and rates with their band, unit and calibration.
 
+    `to_rank_layouts` is the command that gives every layout of a manifest's nodes with its figures, of which the text
+    names one that is much better: it takes as long as all the rest. Null for a plan of flags.
     `meets_workload` is null where neither a load nor a target was stated, or none could be checked;
     `not_sure` are targets that are met within the prediction's band alone.
     """
@@ -43,6 +45,7 @@ def plan_document(outlook: Outlook, cost: Cost | None) -> dict[str, Any]:
         "contexts": [to_builtins(point) for point in contexts(outlook)],
         "designs": to_builtins(compare_designs(outlook.planned.architecture, outlook.plan, outlook.plan.decode)),
     }
+    document["to_rank_layouts"] = search
     if cost is not None:
         document["cost"] = to_builtins(cost)
     return document
@@ -90,6 +93,7 @@ def _role(each: RoleOutlook) -> dict[str, Any]:
     return {
         "groups": each.groups,
         "lanes": each.lanes,
+        "memory_bytes": total_of(each.plan).bytes,
         "at_plan": _solution(each.at_plan),
         "best": _solution(each.best),
         "stretches": [to_builtins(stretch) for stretch in each.stretches],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from msgspec import to_builtins
 
@@ -68,9 +69,14 @@ def explanation(found: Iterable[Figure]) -> Iterator[str]:
         yield f"  source   {f'as of {told}' if is_again else figure.source}"
 
 
-def explanation_document(found: Iterable[Figure]) -> dict[str, list[dict[str, str]]]:
+def explanation_document(found: Iterable[Figure]) -> dict[str, list[dict[str, Any]]]:
     """For scripts."""
-    return {"figures": [{**to_builtins(figure), "means": means(figure)} for figure in found]}
+    return {"figures": [_figure_document(figure) for figure in found]}
+
+
+def _figure_document(figure: Figure) -> dict[str, Any]:
+    texts = {name: value for name, value in to_builtins(figure).items() if name != "exact"}
+    return {**texts, "amount": to_builtins(figure.amount), "means": means(figure)}
 
 
 def means(figure: Figure) -> str:

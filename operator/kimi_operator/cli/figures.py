@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 
 from msgspec import Struct
@@ -25,6 +26,18 @@ _WEIGHT_FORMULAS = {
 }
 
 
+_WHOLE = re.compile(r"([0-9][0-9,]*)(?: (B)(?: = .*)?| at once)?")
+
+
+class Amount(Struct, frozen=True, omit_defaults=True):
+    """A figure as a number, for scripts; the unit is empty of what is counted."""
+
+    value: float
+    unit: str = ""
+    low: float | None = None
+    high: float | None = None
+
+
 class Figure(Struct, frozen=True):
     """One figure: `key` is its name in `--explain`, unique within a plan.
 
@@ -37,6 +50,14 @@ class Figure(Struct, frozen=True):
     formula: str
     values: str
     source: str
+    exact: Amount | None = None
+    """Where the text has fewer digits."""
+
+    @property
+    def amount(self) -> Amount | None:
+        """The figure as a number; None where it is words."""
+        match = _WHOLE.fullmatch(self.text)
+        return self.exact if match is None else Amount(int(match[1].replace(",", "")), match[2] or "")
 
 
 def figures(outlook: Outlook) -> Iterator[Figure]:
@@ -274,6 +295,12 @@ def _solved(each: RoleOutlook) -> Iterator[Figure]:
 
 def _least(best: Solution) -> str:
     return f"min({', '.join(f'{bound.limit} {bound.max_num_seqs:,}' for bound in best.bounds)})"
+
+
+def banded(key: str, prediction: Prediction, formula: str, values: str) -> Figure:
+    """A predicted figure."""
+    exact = Amount(prediction.value, prediction.unit, prediction.low, prediction.high)
+    return Figure(key, with_band(prediction), formula, values, prediction.calibrated_on, exact)
 
 
 def factor_of(prediction: Prediction) -> float:

@@ -8,7 +8,7 @@ from kimi_operator.api.deployment import Role
 from kimi_operator.cli.cost import Cost, price_text, rows
 from kimi_operator.cli.figures import with_band
 from kimi_operator.cli.outlook import Outlook
-from kimi_operator.cli.text import headline, layout_text, prefill_text, verdict
+from kimi_operator.cli.text import headline, layout_text, prefill_text, total_of, verdict
 from kimi_operator.errors import Problem
 from kimi_operator.planner.units import bytes_text
 
@@ -33,7 +33,8 @@ def plan_markdown(outlook: Outlook, cost: Cost | None) -> Iterator[str]:
     for role in Role:
         each = outlook.role(role)
         yield f"\n## Memory of a {role} GPU\n"
-        lines = ((line.label, f"{line.bytes:,}", bytes_text(line.bytes), line.how) for line in each.plan.lines)
+        shown = (*each.plan.lines, total_of(each.plan))
+        lines = ((line.label, f"{line.bytes:,}", bytes_text(line.bytes), line.how) for line in shown)
         yield from table(("line", "bytes", "", "how"), lines)
         yield f"\nWhat binds, if slots and pages are cut for the context, in {role}:\n"
         yield from (f"- {stretch}" for stretch in each.stretches)

@@ -10,7 +10,7 @@ from kimi_operator.cli.cost import Cost, price_text, rows
 from kimi_operator.cli.look_ahead import contexts
 from kimi_operator.cli.outlook import Outlook, RoleOutlook
 from kimi_operator.cli.picture import legend, memory_picture, pictures
-from kimi_operator.cli.text import headline, layout_text, verdict
+from kimi_operator.cli.text import headline, layout_text, total_of, verdict
 from kimi_operator.errors import Problem
 from kimi_operator.planner.units import bytes_text
 
@@ -94,7 +94,8 @@ def _memory_figure(each: RoleOutlook) -> Iterator[str]:
 
 def _details(each: RoleOutlook) -> Iterator[str]:
     yield f"<h3>{each.plan.role}</h3>"
-    lines = [(line.label, f"{line.bytes:,}", bytes_text(line.bytes), line.how) for line in each.plan.lines]
+    shown = (*each.plan.lines, total_of(each.plan))
+    lines = [(line.label, f"{line.bytes:,}", bytes_text(line.bytes), line.how) for line in shown]
     yield from table(("memory of a GPU", "bytes", "", "how"), lines, numbers=(1, 2))
     if each.unused:
         lines = [(line.label, f"{line.bytes:,}", bytes_text(line.bytes), line.how) for line in each.unused]

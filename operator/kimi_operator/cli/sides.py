@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from msgspec import Struct, field
+from msgspec import Struct, field, to_builtins
 from msgspec.structs import replace
 
 from kimi_operator.cli import DOES_NOT_FIT, FITS
@@ -156,9 +156,10 @@ def _changes(
     status = DOES_NOT_FIT if after.problems or (is_whole and before.problems) else FITS
     head = [verdict] if is_whole or verdict.is_changed or after.problems or after.doubts else []
     if output in ("json", "yaml"):
-        shown = [*head, *(rows if is_whole else differing)]
-        listed = [{"key": row.key, "before": row.before, "after": row.after} for row in shown]
-        return dumped({"before": heads[0], "after": heads[1], "changes": listed, "notes": notes}, output), status
+        document = {"before": heads[0], "after": heads[1], "changes": [*head, *differing], "notes": notes}
+        if is_whole:
+            document["equal"] = [row for row in rows if row not in differing]
+        return dumped(to_builtins(document), output), status
     shown, text = [*head, *differing], []
     if shown:
         text = [*(markdown_table if output == "markdown" else table)(shown, heads)]

@@ -237,7 +237,12 @@ def _memory_text(role: RolePlan) -> Iterator[str]:
     yield f"    {bar(role.lines)}"
     yield "    " + ", ".join(f"{BAR[name]} {name} {bytes_text(size)}" for name, size in segments(role.lines).items())
     yield from (_line_text(line) for line in role.lines)
-    yield _line_text(MemoryLine("total", sum(line.bytes for line in role.lines), ""))
+    yield _line_text(total_of(role))
+
+
+def total_of(role: RolePlan) -> MemoryLine:
+    """All memory of a GPU, as the line below its lines."""
+    return MemoryLine("total", sum(line.bytes for line in role.lines), "")
 
 
 def segments(lines: tuple[MemoryLine, ...]) -> dict[str, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kimi_operator.cli.figures import Figure, factor_of, number, with_band
+from kimi_operator.cli.figures import Amount, Figure, banded, factor_of, number, with_band
 from kimi_operator.cli.outlook import Outlook, Speed
 from kimi_operator.planner.objective import Forecast
 from kimi_operator.planner.predict import (
@@ -53,7 +53,7 @@ def _decode(outlook: Outlook, reason: str) -> Iterator[Figure]:
         yield Figure("handoff", NOT_PREDICTED, _HANDOFF, "-", missing)
     else:
         values = _handoff_values(outlook, either.request)
-        yield Figure("handoff", with_band(either.handoff), _HANDOFF, values, either.handoff.calibrated_on)
+        yield banded("handoff", either.handoff, _HANDOFF, values)
     if either is None:
         yield Figure("tpot", NOT_PREDICTED, _STEP, "-", reason)
     else:
@@ -80,7 +80,7 @@ def _prefill(outlook: Outlook, speed: Speed) -> Iterator[Figure]:
 def _throughput(outlook: Outlook, speed: Speed) -> Iterator[Figure]:
     at, rate = speed.at, speed.at.tokens_per_second
     values = f"{_bounds(outlook, speed)}: {binding(at.binds)} at {at.concurrency:,} at once"
-    yield Figure("throughput", with_band(rate), _BOUND, values, rate.calibrated_on)
+    yield banded("throughput", rate, _BOUND, values)
     running = f"decode has room for {speed.capacity:,}, TPOT is for {at.running:,} in decode"
     stated = "stated, else as many as decode runs at once"
     yield Figure("concurrency", f"{at.concurrency:,}", stated, running, "the workload")
@@ -96,7 +96,7 @@ def _ttft(outlook: Outlook, speed: Speed) -> Figure:
         formula = "at once x time of a prompt beside all lanes / lanes of prefill - tokens of an answer x TPOT"
         prompts = f"{speed.at.concurrency:,} x {_prompt_beside_all(outlook)} ms / {outlook.prefill.lanes}"
         values = f"{prompts} - {speed.request.output_tokens:,} x {number(speed.tpot.value)} ms"
-    return Figure("ttft", with_band(speed.ttft), formula, values, speed.ttft.calibrated_on)
+    return banded("ttft", speed.ttft, formula, values)
 
 
 def _prompt_beside_all(outlook: Outlook) -> str:
@@ -152,19 +152,19 @@ def _above(curve: tuple[CurvePoint, ...], point: CurvePoint) -> str:
 def _calibration(key: str, prediction: Prediction, calibration: Calibration) -> Figure:
     """The factor between a prediction and its terms."""
     text, points = f"factor {factor_of(prediction):.3f}", calibration.anchors
+    source, exact = prediction.calibrated_on, Amount(factor_of(prediction))
     if not points:
-        source = prediction.calibrated_on
-        return Figure(key, text, "stated by the profile's calibration", f"{calibration.factor():.3f}", source)
+        return Figure(key, text, "stated by the profile's calibration", f"{calibration.factor():.3f}", source, exact)
     ratios = (f"{number(p.measured_s * 1e3)} ms / {number(roofline_s(p.setup, p.load) * 1e3)} ms" for p in points)
     values = " x ".join(ratios)
     if len(points) > 1:
         values = f"({values}) ^ (1 / {len(points)})"
     formula = "measured / computed time of the points that were fitted, their geometric mean"
-    return Figure(key, text, formula, values, prediction.calibrated_on)
+    return Figure(key, text, formula, values, source, exact)
 
 
 def _predicted(key: str, prediction: Prediction, formula: str) -> Figure:
     terms = " + ".join(f"{term.label} {number(term.seconds * 1e3)} ms" for term in prediction.terms)
     hows = "; ".join(f"{term.label}: {term.how}" for term in prediction.terms)
     values = f"{factor_of(prediction):.3f} x ({terms}); {hows}"
-    return Figure(key, with_band(prediction), formula, values, prediction.calibrated_on)
+    return banded(key, prediction, formula, values)

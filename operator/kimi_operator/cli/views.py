@@ -19,6 +19,7 @@ from kimi_operator.cli.outlook import Outlook
 from kimi_operator.cli.text import plan_text, refusal_text
 from kimi_operator.errors import Problem
 from kimi_operator.planner import Infeasible
+from kimi_operator.planner.layout import MAX_NODES
 
 EXPLAINED = ("key", "text", "means", "formula", "values", "source")
 """Columns of an explanation."""
@@ -50,13 +51,13 @@ def answer(files: list[Path], flags: Flags, output: str) -> Answer:
         return refusal(asked.problems(planned.plan.problems), output), DOES_NOT_FIT
     outlook = outlook_of(planned, asked)
     cost = None if show.cost is None else cost_of(outlook, show.cost)
-    # A line for people: the command that it names gives a script every layout with its figures.
-    if not asked.is_from_flags and output not in ("json", "yaml") and show.explain is None:
-        command = search_command(program_name(sys.argv[0]), files, workload, outlook.nodes)
-        outlook = replace(outlook, better=better_layout(outlook, command))
     if show.explain is not None:
         return _explained(outlook, cost, show.explain, output), FITS
-    return _shown(outlook, cost, output), DOES_NOT_FIT if outlook.misses else FITS
+    # flags choose a layout that nobody has deployed
+    search = None
+    if not asked.is_from_flags and outlook.nodes <= MAX_NODES:
+        search = search_command(program_name(sys.argv[0]), files, workload, outlook.nodes)
+    return _shown(outlook, cost, output, search), DOES_NOT_FIT if outlook.misses else FITS
 
 
 def lines(each: Iterable[str]) -> str:
@@ -64,9 +65,12 @@ def lines(each: Iterable[str]) -> str:
     return "".join(f"{line}\n" for line in each)
 
 
-def _shown(outlook: Outlook, cost: Cost | None, output: str) -> str:
+def _shown(outlook: Outlook, cost: Cost | None, output: str, search: str | None) -> str:
+    """The plan; `search` is the command that ranks other layouts, of which only people are told the best at once."""
     if output in ("json", "yaml"):
-        return dumped(plan_document(outlook, cost), output)
+        return dumped(plan_document(outlook, cost, search and f"{search} -o {output}"), output)
+    if search is not None:
+        outlook = replace(outlook, better=better_layout(outlook, search))
     if output == "markdown":
         from kimi_operator.cli.markdown import plan_markdown  # noqa: PLC0415
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from kimi_operator.cli.better import WORTH_SAYING
 from kimi_operator.planner.layout import MAX_NODES
 
@@ -52,6 +53,18 @@ def searched(run: Run, *arguments: object) -> dict[int, dict[str, Any]]:
 
 def value(text: str) -> float:
     return float(text.replace(",", ""))
+
+
+@pytest.mark.parametrize("form", ["json", "yaml"])
+def test_scripts_get_the_command_that_ranks_all_layouts_instead(run: Run, form: str) -> None:
+    """The search takes as long as the plan: who asks for it waits for it."""
+    document = yaml.safe_load(run("plan", "-f", STATED, *LENGTHS, "-o", form)[1])
+    program, *words = shlex.split(document["to_rank_layouts"])
+    assert (program, words[-2:]) == ("kimictl", ["-o", form])
+    ranked = yaml.safe_load(run(*words)[1])["ranked"]
+    best = better_of(run, "-f", STATED, *LENGTHS)
+    assert int(best["width"]) in {each["decode"]["tensor_parallel"] for each in ranked}
+    assert yaml.safe_load(run("plan", "--chip", "mi300x", "-o", form)[1])["to_rank_layouts"] is None
 
 
 def test_it_says_what_a_search_finds_beside_the_most_of_its_own(run: Run) -> None:

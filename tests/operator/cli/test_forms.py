@@ -37,6 +37,14 @@ VIEWS: dict[str, tuple[tuple[object, ...], int, tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("form", FORMS)
+def test_all_memory_of_a_gpu_is_in_each_form(run: Run, form: str) -> None:
+    out = run("plan", *MI300X, "-o", form)[1]
+    assert out.replace(",", "").count("206141652992") == (1 if form == "text" else 2), (
+        "text says of decode: as in prefill"
+    )
+
+
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("view", VIEWS)
 def test_each_form_of_each_view_works_or_is_refused_with_what_is_possible(
     run: Run, tmp_path: Path, view: str, form: str

@@ -115,7 +115,8 @@ def test_an_unknown_label_lists_the_near_ones(run: Run, wanted: str, near: str) 
 def test_scripts_get_the_words_too(run: Run) -> None:
     _, out, _ = run("plan", "--chip", "mi325x", "--explain", "knee", "-o", "json")
     (figure,) = json.loads(out)["figures"]
-    assert figure.keys() == {"key", "text", "means", "formula", "values", "source"}
+    assert figure.keys() == {"key", "text", "amount", "means", "formula", "values", "source"}
+    assert figure["text"] == f"{figure['amount']['value']} at once"
 
 
 def test_what_is_not_like_anything_lists_all() -> None:

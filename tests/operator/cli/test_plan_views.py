@@ -42,6 +42,11 @@ def changes_of(found: dict[str, Any]) -> dict[str, tuple[str, str]]:
     return {row["key"]: (row["before"], row["after"]) for row in found["changes"]}
 
 
+def all_of(found: dict[str, Any]) -> dict[str, tuple[str, str]]:
+    """Of a comparison, what is equal too."""
+    return {row["key"]: (row["before"], row["after"]) for row in (*found["changes"], *found["equal"])}
+
+
 # --what-if
 
 
@@ -64,7 +69,7 @@ def test_what_if_gives_the_plan_of_a_manifest_that_was_edited(run: Run, document
     file.write_text(yaml.safe_dump(manifest))
     flags = [flag for path, value in edits.items() for flag in ("--what-if", f"{path}={value}")]
     what_if = changes_of(document("-f", MI300X, *flags))
-    compared = changes_of(document("--compare", MI300X, file))
+    compared = all_of(document("--compare", MI300X, file))
     assert what_if == {key: pair for key, pair in compared.items() if pair[0] != pair[1]}
 
 
@@ -112,8 +117,9 @@ def test_a_load_changes_what_is_predicted_for_it(document: Document) -> None:
 
 
 def test_compare_shows_what_differs_and_counts_the_rest(run: Run, document: Document) -> None:
-    found = changes_of(document("--compare", MI300X, MI325X))
-    equal = {key for key, (before, after) in found.items() if before == after}
+    compared = document("--compare", MI300X, MI325X)
+    found, equal = all_of(compared), {"fits", *(row["key"] for row in compared["equal"])}
+    assert equal == {key for key, (before, after) in found.items() if before == after}
     assert {"gpus", "fits", "decode.routed experts"} <= equal, "scripts get all"
     status, out, _ = run("plan", "--compare", MI300X, MI325X)
     shown, _, count = out.strip().split("\n\n")
@@ -121,6 +127,23 @@ def test_compare_shows_what_differs_and_counts_the_rest(run: Run, document: Docu
     assert (status, head.split()) == (0, [str(MI300X), str(MI325X)])
     assert [row.split("  ")[0] for row in rows] == ["fits", *(key for key in found if key not in equal)]
     assert count == f"{len(equal) - 1} other figures are equal; -o json lists them"
+
+
+@pytest.mark.parametrize("view", [("--compare", MI300X, MI325X), ("-f", MI300X, "--what-if", "chip=mi325x")])
+def test_two_plans_are_numbers_for_scripts_as_each_alone(document: Document, view: tuple[object, ...]) -> None:
+    """With their units, and the bands of predictions; what is words has none."""
+    rows = {row["key"]: row for row in document(*view, "--cost", 2.5)["changes"]}
+    alone = document("-f", MI300X, "--cost", 2.5)
+    tpot, heap = rows["tpot"]["before_amount"], rows["decode.symmetric heap"]["before_amount"]
+    assert tpot == {name: alone["speed"]["tpot"][name] for name in ("value", "unit", "low", "high")}
+    assert heap == {"value": 2**33, "unit": "B"}
+    assert rows["decode.numPages"]["before_amount"]["value"] == alone["decode"]["num_pages"]
+    assert rows["knee"]["before_amount"]["value"] == alone["speed"]["knee"]
+    assert rows["prefill"]["after_amount"]["unit"] == "ms", "whatever the text shows it in"
+    assert rows["calibration.prefill"]["before_amount"]["value"] == pytest.approx(1.032, abs=0.001)
+    assert rows["cost.allIn"]["before_amount"]["value"] == alone["cost"]["all_in"]["value"]
+    words = [key for key, row in rows.items() if row["after_amount"] is None]
+    assert {*words} <= {"fits", "prefill.binds", "decode.binds", "cost.binds"}
 
 
 def test_compare_of_equal_plans_says_so(run: Run) -> None:
