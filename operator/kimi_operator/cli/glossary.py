@@ -98,8 +98,8 @@ GROUPS: dict[str, dict[str, Words]] = {
         "prefill": Words("Time to compute one prompt while nothing else runs.", ("prefill, output", "no predictions")),
         "prefillBusy": Words("Time to compute one prompt beside those that this load computes at the same time."),
         "ttft": Words(
-            "Time from asking to the first token, without the handoff; with the wait for a lane only where prefill "
-            "binds and clients wait for their answers. A target TTFT is held against the longest prompt, "
+            "Time from asking to the first token, without the handoff; with waits at a rate, and where prefill binds "
+            "and clients wait for their answers. A target TTFT is held against the longest prompt, "
             "and where prompts wait against this mean too.",
             ("TTFT", "prefill, output", "no predictions"),
         ),

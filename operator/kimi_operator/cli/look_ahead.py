@@ -183,6 +183,7 @@ def _speed(prefill: RoleOutlook, decode: RoleOutlook, workload: Workload, foreca
         busy_lanes=busy_lanes,
         prefill_busy=prefill_ms(sides[1].setup, replace(alone, busy_lanes=busy_lanes), forecast.prefill),
         waiting_ttft=forecast.waiting_ttft(prefill.shape, prefill.groups, at),
+        arriving_ttft=forecast.arriving_ttft(prefill.shape, prefill.groups),
         handoff=_handoff(sides[1].setup, request.prompt_tokens),
         curve=curve,
         capacity=full,

@@ -59,6 +59,8 @@ class Speed(Struct, frozen=True):
     prefill_busy: Prediction
     waiting_ttft: Prediction | None
     """Mean TTFT where prefill binds, so that prompts wait for it."""
+    arriving_ttft: Prediction | None
+    """Mean TTFT at a rate."""
     handoff: Prediction | None
     curve: tuple[CurvePoint, ...]
     """The knee, `at` and the capacity are among its points."""
@@ -83,7 +85,7 @@ class Speed(Struct, frozen=True):
     @property
     def ttft(self) -> Prediction:
         """Of the load that is asked for, on average, without the handoff."""
-        return self.waiting_ttft or self.prefill_busy
+        return self.waiting_ttft or self.arriving_ttft or self.prefill_busy
 
     @property
     def rows(self) -> tuple[CurvePoint, ...]:

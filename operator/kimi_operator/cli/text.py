@@ -13,6 +13,7 @@ from kimi_operator.planner import MemoryLine, RolePlan
 from kimi_operator.planner.case import Solution
 from kimi_operator.planner.designs import Designs, compare_designs
 from kimi_operator.planner.predict import CurvePoint
+from kimi_operator.planner.targets import ARRIVING
 from kimi_operator.planner.units import binding, bytes_text, counted
 
 LABEL_WIDTH = 28
@@ -127,6 +128,8 @@ def ttft_text(speed: Speed) -> str:
     if speed.waiting_ttft is not None:
         waits = f"on average, as {speed.at.concurrency:,} at once wait for prefill, which binds"
         return f"{with_band(speed.ttft)} {waits}; {with_band(speed.prefill_busy)} without a wait; {alone}"
+    if speed.arriving_ttft is not None:
+        return f"{with_band(speed.ttft)} on average, {ARRIVING}; {alone}"
     if speed.busy_lanes == 1:
         return f"{alone}, no wait counted"
     return f"{with_band(speed.ttft)} while {speed.busy_lanes} lanes of a group compute, no wait counted; {alone}"

@@ -18,6 +18,7 @@ from kimi_operator.planner.predict import (
     roofline_s,
 )
 from kimi_operator.planner.roofline import DecodeLoad
+from kimi_operator.planner.targets import ARRIVING
 from kimi_operator.planner.units import binding, ceil_div, counted
 from kimi_operator.profiles.forecast import decode_forecast
 
@@ -90,7 +91,11 @@ def _throughput(outlook: Outlook, speed: Speed) -> Iterator[Figure]:
 
 
 def _ttft(outlook: Outlook, speed: Speed) -> Figure:
-    if speed.waiting_ttft is None:
+    if speed.arriving_ttft is not None:
+        formula = f"prefillBusy + waits {ARRIVING}: mean of a replay of prefill alone at this rate"
+        waits = speed.ttft.value - speed.prefill_busy.value
+        values = f"{number(speed.prefill_busy.value)} ms + {number(waits)} ms"
+    elif speed.waiting_ttft is None:
         formula, values = "as prefillBusy, no wait for a lane counted", f"{number(speed.prefill_busy.value)} ms"
     else:
         formula = "at once x time of a prompt beside all lanes / lanes of prefill - tokens of an answer x TPOT"

@@ -10,6 +10,7 @@ from msgspec import Struct
 from kimi_operator.api.deployment import Role
 from kimi_operator.errors import InvalidSpec, Problem
 from kimi_operator.planner.budget import Budget
+from kimi_operator.planner.predict import Prediction
 from kimi_operator.planner.units import binding, counted
 from kimi_operator.planner.workload import Lengths, Workload
 
@@ -48,6 +49,8 @@ class Timing(Struct, frozen=True):
     decode_band_s: Callable[[int, int], tuple[float, float]] | None = None
     """The least and the most that such a step may take; None where nobody says how sure its time is."""
     prefill_band_s: Callable[[int, int], tuple[float, float]] | None = None
+    arriving_ttft: Callable[[], Prediction | None] = lambda: None
+    """-> mean time to the first token of prompts that come at the workload's rate, with their waits; None without."""
     reservation_s: float | None = None
     """How long decode keeps room for a prompt; None where that is not judged."""
 

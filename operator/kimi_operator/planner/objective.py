@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from fractions import Fraction
 from functools import cached_property
 from statistics import fmean
 from typing import TypeVar
@@ -38,6 +39,7 @@ from kimi_operator.planner.workload import Workload
 
 UNEVEN = 1.5
 """Times the mean that prompts which wait for prefill take at most: lanes of a group keep step with the slowest."""
+_GROUPS = 2
 _Side = TypeVar("_Side", bound=Side)
 
 
@@ -75,6 +77,10 @@ class Forecast(Struct, frozen=True, dict=True):
         return {}
 
     @cached_property
+    def _arrivals(self) -> dict[tuple[GroupShape, int], Prediction]:
+        return {}
+
+    @cached_property
     def request(self) -> Request:
         """The one that predictions are made for."""
         return mean_request(self.workload)
@@ -100,8 +106,42 @@ class Forecast(Struct, frozen=True, dict=True):
             prefill_s=lambda new, cached: self._time_s(setup, prompt(new, cached)),
             decode_band_s=lambda seqs, tokens: _band_s(decode_step_ms(setup, step(seqs, tokens), self.decode)),
             prefill_band_s=lambda new, cached: _band_s(prefill_ms(setup, prompt(new, cached), self.prefill)),
+            arriving_ttft=lambda: self.arriving_ttft(shape, groups),
             reservation_s=self.reservation_s,
         )
+
+    def arriving_ttft(self, shape: GroupShape, groups: int) -> Prediction | None:
+        """Mean TTFT of prompts that come at a rate, each at any time; None where no rate is stated.
+
+        At the fast end none may wait.
+        """
+        if self.workload.requests_per_second is None:
+            return None
+        key = (shape, groups)
+        if key not in self._arrivals:
+            self._arrivals[key] = self._arriving_ttft(
+                self.prefill_side(shape, groups), self.workload.requests_per_second
+            )
+        return self._arrivals[key]
+
+    def _arriving_ttft(self, prefill: PrefillSide, rate: Fraction) -> Prediction:
+        # No other load draws arrivals.
+        from kimi_operator.planner.arrivals import mean_ttft_s  # noqa: PLC0415
+        from kimi_operator.planner.service import NO_DECODE, Chunk, paced, predicted_service  # noqa: PLC0415
+
+        work, busy_lanes = self.workload, self.busy_lanes(prefill.setup, prefill.groups)
+        prompt = prefill_ms(prefill.setup, self.request.prefill(self.chunk_tokens, busy_lanes), self.prefill)
+        chunk = Chunk(self.chunk_tokens, self.chunk_tokens)
+        # more groups spread prompts no better, and take longer to draw
+        some = replace(prefill, groups=min(prefill.groups, _GROUPS))
+        service = predicted_service(self.decode_side(prefill.setup.shape, 1), some, NO_DECODE, chunk, 0.0)
+        prompts = [work.computed_and_reused(tokens) for tokens in work.prompt.points]
+
+        def ttft_ms(prompt_ms: float) -> float:
+            each = paced(service, prompt_ms / prompt.value, 1.0)
+            return max(prompt_ms, 1e3 * mean_ttft_s(each, prompts, float(rate) * some.groups / prefill.groups))
+
+        return Prediction(ttft_ms(prompt.value), prompt.low, ttft_ms(prompt.high), "ms", prompt.calibrated_on)
 
     def busy_lanes(self, setup: Setup, groups: int) -> int:
         """Lanes of a prefill group that compute a mean prompt at once: all where nobody stated a load."""

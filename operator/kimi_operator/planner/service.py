@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
@@ -30,6 +31,10 @@ class Lane(Struct, frozen=True):
     """Requests that wait for memory before the next one is refused."""
     reservation_s: float
     """Longest time from taking memory to the end of prefill; then the request fails."""
+
+
+NO_DECODE = Lane(0, 1, 0, 0, 0, 0, math.inf)
+"""Where prefill alone matters."""
 
 
 class Chunk(NamedTuple):

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 from kimi_operator.cli.figures import number
+from kimi_operator.planner.targets import ARRIVING
 
 MI325X = Path(__file__).resolve().parents[3] / "examples" / "mi325x-2p2d.yaml"
 Run = Callable[..., tuple[int, str, str]]
@@ -98,11 +99,16 @@ def test_prompts_that_wait_are_in_the_time_to_the_first_token(run: Run, load: tu
     assert told in run("plan", "--chip", "mi300x", *UNFED, *load)[1]
 
 
-@pytest.mark.parametrize("load", [("--concurrency", 3), ("--requests-per-second", 0.01, "--target-tpot", "1s")])
-def test_no_wait_is_counted_where_prefill_does_not_bind(run: Run, load: tuple[object, ...]) -> None:
-    speed = speed_of(run, *UNFED, *load)
+def test_no_wait_is_counted_where_prefill_does_not_bind(run: Run) -> None:
+    speed = speed_of(run, *UNFED, "--concurrency", 3)
     assert not speed["ttft"]["waits_for_prefill"]
     assert speed["ttft"]["value"] == speed["prefill_busy"]["value"]
+
+
+def test_prompts_that_come_seldom_hardly_wait(run: Run) -> None:
+    speed = speed_of(run, *UNFED, "--requests-per-second", 0.001, "--target-tpot", "1s")
+    assert not speed["ttft"]["waits_for_prefill"]
+    assert speed["prefill_busy"]["value"] <= speed["ttft"]["value"] < 1.02 * speed["prefill_busy"]["value"]
 
 
 @pytest.mark.parametrize(
@@ -170,3 +176,18 @@ def test_times_never_fall_with_more_at_once(run: Run) -> None:
     load = ("--nodes", 4, "--prompt-tokens", 8_000, "--output-tokens", 200, "--max-num-seqs", 32)
     found = [speed_of(run, *load, "--concurrency", at)["ttft"]["value"] for at in (1, 4, 8, 24, 28, 32, 64, 200)]
     assert found == sorted(found)
+
+
+@pytest.mark.parametrize(("target", "told"), [(0.9, "misses: "), (1.1, "warning: ")])
+def test_a_target_is_held_against_the_mean_with_waits(run: Run, target: float, told: str) -> None:
+    """One that a prompt beside others would meet for sure."""
+    load = ("--prompt-tokens", 14_336, "--output-tokens", 100, "--requests-per-second", 0.3, "--target-tpot", "300ms")
+    found = json.loads(run("plan", "--chip", "mi300x", *load, "-o", "json")[1])["speed"]
+    assert found["prefill_busy"]["value"] < 0.8 * found["ttft"]["value"]
+    assert not found["ttft"]["waits_for_prefill"]
+    ms = round(target * found["ttft"]["value"])
+    status, out, _ = run("plan", "--chip", "mi300x", *load, "--target-ttft", f"{ms}ms")
+    assert status == (told == "misses: ")
+    line = next(line for line in out.splitlines() if line.startswith(f"{told}--target-ttft"))
+    assert "within the band of" in line
+    assert (ARRIVING in line) == (told == "misses: ")
