@@ -175,10 +175,10 @@ def _without_repeats(outlook: Outlook) -> Outlook:
 
 
 def _judged(outlook: Outlook, asked: Asked) -> Outlook:
-    """The outlook, which warns of targets that are met within the band alone; all by the names that the user wrote."""
-    doubts = asked.problems(outlook.doubts)
-    plan = replace(outlook.plan, warnings=(*outlook.plan.warnings, *map(str, doubts)))
-    return replace(outlook, plan=plan, misses=asked.problems(outlook.misses), doubts=doubts)
+    """The outlook, which warns of targets that are barely met and of crowds; all by the names that the user wrote."""
+    doubts, crowd = asked.problems(outlook.doubts), asked.problems(outlook.crowd)
+    plan = replace(outlook.plan, warnings=(*outlook.plan.warnings, *map(str, (*doubts, *crowd))))
+    return replace(outlook, plan=plan, misses=asked.problems(outlook.misses), doubts=doubts, crowd=crowd)
 
 
 def _with_remedies(outlook: Outlook) -> Outlook:

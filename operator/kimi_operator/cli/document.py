@@ -118,7 +118,12 @@ def _speed(outlook: Outlook) -> dict[str, Any]:
         **_decode(speed),
         "prefill": to_builtins(speed.prefill),
         "prefill_busy": {"lanes": speed.busy_lanes, **to_builtins(speed.prefill_busy)},
-        "ttft": {**_banded(speed.ttft), "waits_for_prefill": speed.waiting_ttft is not None},
+        "ttft": {
+            **_banded(speed.ttft),
+            **(dict.fromkeys(("value", "low", "high")) if speed.grows else {}),
+            "waits_for_prefill": speed.waiting_ttft is not None,
+            "grows_without_end": speed.grows,
+        },
         "throughput": _banded(speed.at.tokens_per_second),
         "concurrency": speed.at.concurrency,
         "binds": speed.at.binds,

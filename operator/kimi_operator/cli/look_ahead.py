@@ -10,6 +10,7 @@ from fractions import Fraction
 from msgspec.structs import replace
 
 from kimi_operator.api.deployment import Role
+from kimi_operator.cli.figures import with_band
 from kimi_operator.cli.manifests import Planned
 from kimi_operator.cli.outlook import (
     ContextPoint,
@@ -25,6 +26,8 @@ from kimi_operator.planner import Plan
 from kimi_operator.planner.budget import Budget, PagePool
 from kimi_operator.planner.case import Case, Solution, Timing
 from kimi_operator.planner.demand import reuse_warnings
+from kimi_operator.planner.elsewhere import LOADS
+from kimi_operator.planner.feed import MORE_PREFILL
 from kimi_operator.planner.objective import Forecast, mean_request
 from kimi_operator.planner.predict import (
     Capacity,
@@ -37,6 +40,7 @@ from kimi_operator.planner.predict import (
     knee,
     prefill_ms,
 )
+from kimi_operator.planner.reservation import RESERVATION
 from kimi_operator.planner.roofline import DecodeLoad, Setup
 from kimi_operator.planner.solve import solve, stretches, unused
 from kimi_operator.planner.targets import Judged, told
@@ -80,6 +84,9 @@ def look_ahead(planned: Planned, stated: Workload | None, *, is_assumed: bool | 
     unsure = rates_warning(planned.profile) if speed or decode_speed else None
     said = (*plan.warnings, *reuse_warnings(served.reuse), *([unsure] if unsure else ()))
     misses, doubts = _told(roles, waits)
+    nodes = sum(each.groups * each.shape.nodes for each in roles.values())
+    crowd = _crowd(speed, roles[Role.PREFILL], served, nodes)
+    is_told = any(miss.field in (*LOADS, RESERVATION) for miss in misses)
     return Outlook(
         planned=planned,
         plan=replace(plan, warnings=tuple(dict.fromkeys(said))),
@@ -91,6 +98,7 @@ def look_ahead(planned: Planned, stated: Workload | None, *, is_assumed: bool | 
         no_speed=no_speed,
         misses=too_long or misses,
         doubts=doubts,
+        crowd=() if is_told else tuple(crowd),
         decode_speed=decode_speed,
         forecast=forecast,
     )
@@ -190,7 +198,26 @@ def _speed(prefill: RoleOutlook, decode: RoleOutlook, workload: Workload, foreca
         held=slots.running(request)[0] * decode.lanes,
         knee=knee(curve),
         at=at,
+        comes=None
+        if workload.requests_per_second is None
+        else float(workload.requests_per_second) * request.output_tokens,
     )
+
+
+def _crowd(speed: Speed | None, prefill: RoleOutlook, workload: Workload, nodes: int) -> Iterator[Problem]:
+    """A stated load of which more wait for a lane of prefill than compute on one, where no target says how long."""
+    if speed is None or speed.waiting_ttft is None or workload.concurrency is None or workload.ttft_s is not None:
+        return
+    waiting = speed.at.concurrency - speed.running - prefill.lanes
+    if waiting <= prefill.lanes:
+        return
+    first = next(point.concurrency for point in speed.curve if point.binds == speed.at.binds)
+    expected = (
+        f"less than {first:,}, from which on prefill binds: {speed.running:,} decode, {prefill.lanes:,} are in prefill "
+        f"and {waiting:,} wait, {with_band(speed.ttft)} to the first token instead of {with_band(speed.prefill_busy)}"
+    )
+    remedy = f"{MORE_PREFILL}, lower it, or rank other groups and tensorParallel with kimictl plan --search {nodes}"
+    yield Problem("workload.concurrency", f"{workload.concurrency:,}", expected, remedy)
 
 
 def _bend(curve: tuple[CurvePoint, ...]) -> Iterator[int]:

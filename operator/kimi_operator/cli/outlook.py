@@ -71,6 +71,14 @@ class Speed(Struct, frozen=True):
     knee: CurvePoint
     at: CurvePoint
     """At the concurrency that is asked for, else where all lanes are full."""
+    comes: float | None = None
+    """Output tokens a second of a stated rate; None without one."""
+
+    @property
+    def grows(self) -> bool:
+        """Whether more comes than is served with any number at once, so that the queue never ends."""
+        most = max(point.tokens_per_second.value for point in self.curve)
+        return self.comes is not None and most < self.comes
 
     @property
     def running(self) -> int:
@@ -130,6 +138,8 @@ class Outlook(Struct, frozen=True):
     misses: tuple[Problem, ...]
     doubts: tuple[Problem, ...]
     """Targets that are met within the prediction's band alone, where nothing else misses them."""
+    crowd: tuple[Problem, ...] = ()
+    """A stated load of which most wait for prefill, though it misses nothing that is stated."""
     decode_speed: DecodeSpeed | None = None
     """Where prefill, and so throughput, cannot be predicted, but a decode step can."""
     forecast: Forecast | None = None

@@ -8,6 +8,7 @@ from kimi_operator.api.deployment import Role
 from kimi_operator.cli.cost import Cost, cost_text
 from kimi_operator.cli.figures import number, with_band
 from kimi_operator.cli.outlook import Outlook, RoleOutlook, Speed
+from kimi_operator.cli.time_figures import growing
 from kimi_operator.errors import Problem
 from kimi_operator.planner import MemoryLine, RolePlan
 from kimi_operator.planner.case import Solution
@@ -125,6 +126,8 @@ def prefill_text(speed: Speed) -> str:
 def ttft_text(speed: Speed) -> str:
     """Time to the first token, and whether a wait is in it."""
     alone = f"{with_band(speed.prefill)} alone"
+    if speed.grows:
+        return f"{growing(speed)}; {with_band(speed.prefill_busy)} without a wait; {alone}"
     if speed.waiting_ttft is not None:
         waits = f"on average, as {speed.at.concurrency:,} at once wait for prefill, which binds"
         return f"{with_band(speed.ttft)} {waits}; {with_band(speed.prefill_busy)} without a wait; {alone}"

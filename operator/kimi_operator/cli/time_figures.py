@@ -91,6 +91,9 @@ def _throughput(outlook: Outlook, speed: Speed) -> Iterator[Figure]:
 
 
 def _ttft(outlook: Outlook, speed: Speed) -> Figure:
+    if speed.grows:
+        formula = "more comes than is served: each request waits longer than the one before"
+        return Figure("ttft", growing(speed), formula, _bounds(outlook, speed), speed.ttft.calibrated_on)
     if speed.arriving_ttft is not None:
         formula = f"prefillBusy + waits {ARRIVING}: mean of a replay of prefill alone at this rate"
         waits = speed.ttft.value - speed.prefill_busy.value
@@ -102,6 +105,13 @@ def _ttft(outlook: Outlook, speed: Speed) -> Figure:
         prompts = f"{speed.at.concurrency:,} x {_prompt_beside_all(outlook)} ms / {outlook.prefill.lanes}"
         values = f"{prompts} - {speed.request.output_tokens:,} x {number(speed.tpot.value)} ms"
     return banded("ttft", speed.ttft, formula, values)
+
+
+def growing(speed: Speed) -> str:
+    """What becomes of the wait at a rate that is more than what is served."""
+    assert speed.comes is not None, "without a rate no queue grows for ever"
+    served = max(point.tokens_per_second.value for point in speed.curve)
+    return f"grows without end: {number(speed.comes)} output tokens/s come, {number(served)} are served at most"
 
 
 def _prompt_beside_all(outlook: Outlook) -> str:
