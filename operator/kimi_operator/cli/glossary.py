@@ -32,7 +32,11 @@ GROUPS: dict[str, dict[str, Words]] = {
         "tensorParallel": Words(
             "GPUs that hold one model's attention together and so serve the same requests.", ("TP",)
         ),
-        "lanes": Words("A lane serves requests of its own: so many GPUs of a group as tensorParallel says.", ("DP",)),
+        "lanes": Words(
+            "A lane serves requests of its own, on so many GPUs of a group as tensorParallel says; lanes bind where "
+            "each runs as many as it may, so that only more lanes run more.",
+            ("DP", "lanes bind"),
+        ),
         "expertsPerRank": Words("Routed experts of each layer that one GPU holds.", ("experts a rank",)),
         "kvRows": Words("The number type of what attention keeps of each token; a smaller one holds longer contexts."),
         "experts": Words("The number type of the routed experts, which are most of the weights."),

@@ -112,6 +112,12 @@ def test_an_unknown_label_lists_the_near_ones(run: Run, wanted: str, near: str) 
         assert run("plan", "--chip", "mi325x", "--explain", label)[0] == 0
 
 
+def test_lanes_are_explained_as_what_binds_too(run: Run) -> None:
+    _, out, _ = run("plan", "--chip", "mi325x", "--explain", "lanes bind")
+    assert out == run("plan", "--chip", "mi325x", "--explain", "lanes")[1]
+    assert "lanes bind where each runs as many as it may" in out
+
+
 def test_scripts_get_the_words_too(run: Run) -> None:
     _, out, _ = run("plan", "--chip", "mi325x", "--explain", "knee", "-o", "json")
     (figure,) = json.loads(out)["figures"]
