@@ -86,6 +86,11 @@ class Speed(Struct, frozen=True):
         return self.at.running
 
     @property
+    def mean_running(self) -> float:
+        """Requests in decode at once on average, by Little's law, where prefill feeds no more."""
+        return self.at.tokens_per_second.value * self.tpot.value / 1e3
+
+    @property
     def tpot(self) -> Prediction:
         """Of the load that is sustained."""
         return self.at.tpot

@@ -110,7 +110,7 @@ def _sustained(speed: Speed) -> str:
     """The load that a TPOT is for."""
     if speed.at.binds != "prefill" or speed.running >= speed.at.concurrency:
         return f"{speed.running:,} running"
-    return f"{speed.running:,} of {speed.at.concurrency:,} running: prefill feeds no more"
+    return f"{number(speed.mean_running)} of {speed.at.concurrency:,} running on average: prefill feeds no more"
 
 
 def prefill_text(speed: Speed) -> str:

@@ -291,7 +291,7 @@ class _Feed(Struct, frozen=True):
     """By the clients, whose prompts are computed beside each other."""
     tokens_per_second: tuple[float, float, float]
     running: int
-    """Requests that decode at once when prefill feeds at most that (Little's law)."""
+    """Requests that decode at once when prefill feeds at most that (Little's law), to the nearest whole one."""
     text: str
 
 
@@ -312,8 +312,9 @@ def _feed(decode: Side, request: Request, most: int, prefill: PrefillSide) -> _F
         load = DecodeLoad(ceil_div(running, decode.groups), request.mean_context)
         return running / (factor * roofline_s(decode.setup, load))
 
-    running = max(1, bisect_right(range(1, most + 1), x, key=rate))
-    return _Feed(seconds, (x, y, z), running, beside(lanes).calibrated_on)
+    fewer = bisect_right(range(1, most + 1), x, key=rate)
+    nearest = min((max(1, fewer), min(fewer + 1, most)), key=lambda running: abs(rate(running) - x))
+    return _Feed(seconds, (x, y, z), nearest, beside(lanes).calibrated_on)
 
 
 def _sides(p: Prediction) -> tuple[tuple[int, float], tuple[int, float], tuple[int, float]]:

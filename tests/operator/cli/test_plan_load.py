@@ -38,6 +38,17 @@ def test_a_step_is_of_what_prefill_feeds(run: Run, load: tuple[object, ...]) -> 
         assert point["running"] == pytest.approx(fed, rel=0.02, abs=1)
 
 
+def test_few_requests_that_prefill_feeds_are_not_rounded_down(run: Run) -> None:
+    """Output, TPOT and what runs are of one load; the nearest whole number has the time, and the mean is shown."""
+    load = ("--prompt-tokens", 100_000, "--output-tokens", 1000, "--concurrency", 32)
+    speed = speed_of(run, "--nodes", 4, *load)
+    fed = speed["throughput"]["value"] * speed["tpot"]["value"] / 1e3
+    assert 2.5 < fed < 3.5
+    assert speed["running"] == 3
+    out = run("plan", "--chip", "mi300x", "--nodes", 4, *load)[1]
+    assert f"with {number(fed)} of 32 running on average: prefill feeds no more" in out
+
+
 def test_a_step_is_of_all_requests_where_prefill_feeds_them(run: Run) -> None:
     speed = speed_of(run, "--prompt-tokens", 1000, "--output-tokens", 2000, "--concurrency", 100)
     assert (speed["binds"], speed["running"]) == ("concurrency", 100)
@@ -48,7 +59,7 @@ def test_a_rate_that_cannot_be_fed_is_not_priced_or_timed_as_if_it_were(run: Run
     status, out, _ = run("plan", "--chip", "mi300x", *UNFED, *rate)
     assert status == 1
     assert "misses: --requests-per-second" in out
-    assert "of 500 running: prefill feeds no more" in out
+    assert "of 500 running on average: prefill feeds no more" in out
 
 
 def test_a_prompt_is_timed_alone_and_beside_those_that_the_load_computes(run: Run) -> None:
