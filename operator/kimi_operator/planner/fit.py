@@ -145,7 +145,7 @@ def refit(measured: Sequence[Sample], before: Calibration, published: Sequence[S
     _check_factor(measured, published)
     phase = type(measured[0].load)
     anchors = tuple(sample.anchor for sample in measured)
-    left_out = tuple(_error(s, _factor([o for o in measured if o is not s])) for s in measured if len(measured) > 1)
+    left_out = _errors_left_out([math.log(_factor([sample])) for sample in measured])
     worst = max((abs(math.log1p(error)) for error in left_out), default=0.0)
     of_published = _errors_by_one_other([sample for sample in published if isinstance(sample.load, phase)])
     is_enough = len(measured) >= ENOUGH_POINTS
@@ -165,6 +165,12 @@ def refit(measured: Sequence[Sample], before: Calibration, published: Sequence[S
         errors_after=tuple(_error(sample, factor) for sample in measured),
         errors_left_out=left_out,
     )
+
+
+def _errors_left_out(logs: Sequence[float]) -> tuple[float, ...]:
+    """Each point predicted by the factor of the others, from the logarithm of each one's own; empty with one alone."""
+    total, others = sum(logs), len(logs) - 1
+    return tuple(math.expm1((total - own) / others - own) for own in logs if others)
 
 
 def least_possible_s(sample: Sample) -> float:

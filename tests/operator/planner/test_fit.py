@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import time
 
 import pytest
 from kimi_operator.api.base import parse
@@ -190,6 +191,15 @@ def test_leave_one_out_predicts_each_point_from_the_others_alone() -> None:
         expected.append(math.sqrt(one * other) / factor - 1)
     assert change.errors_left_out == pytest.approx(expected)
     assert change.after.error == pytest.approx(max(abs(math.log1p(error)) for error in expected))
+
+
+def test_as_many_points_as_a_file_may_have_are_fitted_at_once() -> None:
+    """Each left out once: a roofline for every pair of them took minutes."""
+    begin_s = time.process_time()
+    change = refit([sample(SETUP, c, 2.0 + c % 2) for c in range(1, 1001)], BEFORE, PUBLISHED)
+    assert time.process_time() - begin_s < 5
+    assert change.after.factor() == pytest.approx(math.sqrt(6))
+    assert len(change.errors_left_out) == 1000
 
 
 @pytest.mark.parametrize("phase", [DecodeLoad, PrefillLoad])
