@@ -34,15 +34,12 @@ from kimi_operator.planner import Plan
 from kimi_operator.planner.case import Solution
 from kimi_operator.planner.demand import FIELD
 from kimi_operator.planner.elsewhere import layout_of, load_on, with_remedies, with_room
-from kimi_operator.planner.reservation import RESERVATION
 from kimi_operator.planner.targets import TARGETS
 from kimi_operator.planner.workload import Workload, check_lengths, read_workload, workload_of
 from kimi_operator.profiles import architecture
 
 WorkloadDocument = Mapping[str, Any]
 LENGTHS = ("prompt", "output")
-OF_WORKLOAD = re.compile(rf"({re.escape(FIELD)}(\.\w+)+|{re.escape(RESERVATION)}): ")
-"""A warning of what the workload misses."""
 CUT_FOR_OWN = (
     "flags changed the workload that is predicted; what is not stated of maxNumSeqs and pools is still cut for the "
     "manifest's spec.workload, and --what-if workload.KEY=VALUE cuts it anew"
@@ -170,8 +167,9 @@ def _workload(planned: Planned, document: WorkloadDocument) -> Workload:
 
 def _without_repeats(outlook: Outlook) -> Outlook:
     """The plan warns of what the workload in its spec misses; the outlook judges it too, and knows of waits."""
-    warnings = tuple(warning for warning in outlook.plan.warnings if not OF_WORKLOAD.match(warning))
-    return replace(outlook, plan=replace(outlook.plan, warnings=warnings))
+    plan = outlook.plan
+    warnings = tuple(warning for warning in plan.warnings if warning not in plan.misses)
+    return replace(outlook, plan=replace(plan, warnings=warnings))
 
 
 def _judged(outlook: Outlook, asked: Asked) -> Outlook:

@@ -119,25 +119,30 @@ def lengths_text(workload: Workload) -> str:
     return f"prompts of {workload.prompt}, answers of {workload.output}"
 
 
-def shortfalls(s: Settings, room: Room, demand: Demand, solution: Solution) -> Iterator[str]:
-    """What of the workload these settings do not meet or barely, and a setting of the user's that it cannot fill."""
+def shortfalls(s: Settings, room: Room, demand: Demand, solution: Solution) -> Iterator[Problem]:
+    """What of the workload these settings do not meet or barely."""
     misses = with_remedies(solution.misses, same_demand(s, demand.workload, demand.timing), s.spec)
-    stated, holds = s.spec.role(room.role).max_num_seqs, _held(solution)
     if room.role is Role.DECODE:
-        best, field = solution if stated is None else _best(s, room, demand), f"spec.{room.role}.maxNumSeqs"
+        is_stated, field = s.spec.role(room.role).max_num_seqs is not None, f"spec.{room.role}.maxNumSeqs"
+        best = _best(s, room, demand) if is_stated else solution
         load = load_on(demand.workload, layout_of(s.spec), demand.timing)
         misses = with_room(misses, solution, best, field, load)
     for problem in (*misses, *solution.doubts):
         of_workload = problem.field.startswith("workload.")
-        yield str(replace(problem, field=f"spec.{problem.field}") if of_workload else problem)
+        yield replace(problem, field=f"spec.{problem.field}") if of_workload else problem
+
+
+def unfilled(s: Settings, room: Room, demand: Demand, solution: Solution) -> Problem | None:
+    """A setting of the user's that the workload cannot fill."""
+    stated, holds = s.spec.role(room.role).max_num_seqs, _held(solution)
     if stated is None or holds >= stated:
-        return
+        return None
     freed = solve(_case(s, room, demand, slots=None))
     assert isinstance(freed, Solution), freed
     expected = f"at most {_held(freed)}, which memory holds of this workload at once"
     beside = f"beside the slots of {stated} it holds {holds}, and the youngest requests are preempted"
     remedy = f"lower it: {beside} and computed again"
-    yield str(Problem(f"spec.{room.role}.maxNumSeqs", str(stated), expected, remedy))
+    return Problem(f"spec.{room.role}.maxNumSeqs", str(stated), expected, remedy)
 
 
 def _best(s: Settings, room: Room, demand: Demand) -> Solution:

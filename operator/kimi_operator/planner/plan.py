@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -27,6 +25,7 @@ from kimi_operator.planner.demand import (
     read_demand,
     shortfalls,
     solve_role,
+    unfilled,
 )
 from kimi_operator.planner.layout import check_layout
 from kimi_operator.planner.memory import ExpertFormat, MemoryLine, expert_format
@@ -84,6 +83,8 @@ class Plan(Struct, frozen=True):
     """Lengths that were planned for; empty where none are stated."""
     warnings: tuple[str, ...] = ()
     """What to say beside the plan, such as targets that it misses."""
+    misses: tuple[str, ...] = ()
+    """Of the warnings, those of what its workload misses, or barely meets."""
 
     def role(self, role: Role) -> RolePlan:
         """The plan of one role."""
@@ -190,6 +191,7 @@ def _plan(s: Settings, profile: HardwareProfile, cuts: list[_Cut], demand: Deman
     max_model_len = s.spec.model.max_model_len or min(shared, a.max_positions)
     plans = {cut.room.role: _role_plan(s, cut, max_model_len, demand) for cut in cuts}
     gpus = sum(s.spec.role(room.role).groups * room.shape.ranks for room in rooms)
+    warnings, misses = _said(s, cuts, demand)
     return Plan(
         architecture=a.name,
         profile=profile.metadata.name,
@@ -201,16 +203,19 @@ def _plan(s: Settings, profile: HardwareProfile, cuts: list[_Cut], demand: Deman
         prefill=plans[Role.PREFILL],
         decode=plans[Role.DECODE],
         workload=lengths_text(demand.workload) if demand else "",
-        warnings=tuple(_warnings(s, cuts, demand)),
+        warnings=warnings,
+        misses=misses,
     )
 
 
-def _warnings(s: Settings, cuts: list[_Cut], demand: Demand | None) -> Iterator[str]:
-    if demand is not None:
-        yield from demand.warnings
-    for cut in cuts:
-        if cut.solution is not None and demand is not None:
-            yield from shortfalls(s, cut.room, demand, cut.solution)
+def _said(s: Settings, cuts: list[_Cut], demand: Demand | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What to say of a workload, and of that what it misses."""
+    if demand is None:
+        return (), ()
+    solved = [(cut.room, demand, cut.solution) for cut in cuts if cut.solution is not None]
+    misses = tuple(str(problem) for each in solved for problem in shortfalls(s, *each))
+    too_many = (unfilled(s, *each) for each in solved)
+    return (*demand.warnings, *misses, *(str(problem) for problem in too_many if problem is not None)), misses
 
 
 def _role_plan(s: Settings, cut: _Cut, max_model_len: int, demand: Demand | None) -> RolePlan:
