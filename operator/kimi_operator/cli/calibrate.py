@@ -20,6 +20,7 @@ from kimi_operator.api.calibration import CalibrationSpec
 from kimi_operator.api.profile import HardwareProfile
 from kimi_operator.cli.files import profiles_in
 from kimi_operator.cli.flags import Whole, read_choice, refuse
+from kimi_operator.cli.held_out import PHASES
 from kimi_operator.cli.results import Results, read_results
 from kimi_operator.planner.fit import MOST_FACTOR, Change, Sample, Use, refit
 from kimi_operator.planner.roofline import DecodeLoad, PrefillLoad, Setup, Split
@@ -36,7 +37,6 @@ from kimi_operator.profiles.measurements import (
 from kimi_operator.profiles.support import WORKER
 
 Output = Literal["text", "json", "yaml"]
-PHASES: dict[str, type[DecodeLoad | PrefillLoad]] = {"decode": DecodeLoad, "prefill": PrefillLoad}
 UNITS = {"decode": "tpotMs, which is in milliseconds", "prefill": "seconds, which are no milliseconds"}
 MOST_BETWEEN_REPEATS = 1.5
 """Slowest over fastest time of one load. Runs in a row lie within some percent; a unit or a setup apart is far more."""

@@ -23,8 +23,8 @@ from kimi_operator.planner.fit import (
     residuals,
 )
 from kimi_operator.planner.memory import GroupShape
-from kimi_operator.planner.predict import roofline_s
-from kimi_operator.planner.roofline import DecodeLoad, PrefillLoad, Setup
+from kimi_operator.planner.predict import roofline_s, roofline_terms
+from kimi_operator.planner.roofline import ASSUMED, Attention, DecodeLoad, PrefillLoad, Setup
 from kimi_operator.profiles import architecture, built_in_profiles
 from kimi_operator.profiles.measurements import (
     built_in_measurements,
@@ -241,6 +241,21 @@ def test_a_time_that_no_memory_could_reach_is_refused() -> None:
     with pytest.raises(ValueError, match=r"is less than .* which bytes and FLOPs take at the peak of mi300x"):
         refit([impossible], BEFORE, PUBLISHED)
     assert least_possible_s(honest) < honest.measured_s
+
+
+@pytest.mark.parametrize(
+    ("load", "parts"),
+    [(DecodeLoad(8, 4096), ("weights", "cache")), (PrefillLoad(50_000), ("matrix products", "attention"))],
+)
+def test_the_least_time_counts_every_part_that_no_engine_avoids(
+    load: DecodeLoad | PrefillLoad, parts: tuple[str, str]
+) -> None:
+    """A part with another name would else be left out in silence."""
+    perfect = replace(ASSUMED, hbm_share=1.0, gemm_share=1.0, attention_share=1.0)
+    cheapest = replace(SETUP, engine=replace(SETUP.engine, attention=Attention.EXPANDED))
+    seconds = {term.label: term.seconds for term in roofline_terms(cheapest, load, perfect)}
+    least = least_possible_s(Sample("", SETUP, load, 1.0, Use.FITTED, ""))
+    assert least == pytest.approx(sum(seconds[part] for part in parts))
 
 
 @pytest.mark.parametrize(("factor", "is_taken"), [(90, True), (110, False), (1.0 * 1000, False)])
