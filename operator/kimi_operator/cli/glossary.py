@@ -96,10 +96,13 @@ GROUPS: dict[str, dict[str, Words]] = {
     "predictions": {
         "tpot": Words(
             "Time from one token of an answer to its next, for each of the requests that run at once.",
-            ("TPOT", "TPOT ms", "decode step", "no predictions"),
+            ("TPOT", "TPOT ms", "decode step", "no predictions", "not in the bands"),
         ),
         "tpotAlone": Words("The same while a single request runs."),
-        "prefill": Words("Time to compute one prompt while nothing else runs.", ("prefill, output", "no predictions")),
+        "prefill": Words(
+            "Time to compute one prompt while nothing else runs.",
+            ("prefill, output", "no predictions", "not in the bands"),
+        ),
         "prefillBusy": Words("Time to compute one prompt beside those that this load computes at the same time."),
         "ttft": Words(
             "Time from asking to the first token, without the handoff; with waits at a rate, and where prefill binds "

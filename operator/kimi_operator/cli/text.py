@@ -1,4 +1,4 @@
-"""A plan for a terminal: eleven lines that answer, then the details."""
+"""A plan for a terminal: twelve lines that answer, then the details."""
 
 from __future__ import annotations
 
@@ -97,7 +97,20 @@ def headline(outlook: Outlook) -> dict[str, str]:
             "TTFT": ttft_text(speed),
             "output": f"{rate}; {binding(speed.at.binds)}; knee at {knee_text(speed)}",
         }
+    if beyond := beyond_text(outlook):
+        found["not in the bands"] = beyond
     return {**found, "workload": workload_text(outlook)}
+
+
+def beyond_text(outlook: Outlook) -> str:
+    """What the predictions count that nobody measured; empty where the engine itself was."""
+    speed, either = outlook.speed, outlook.speed or outlook.decode_speed
+    found = [f"TPOT: {either.tpot.beyond}"] if either is not None and either.tpot.beyond else []
+    if speed is not None and speed.prefill.beyond:
+        terms = {term.label: term.seconds for term in speed.prefill.terms}
+        share = terms["attention"] / sum(terms.values())
+        found.append(f"TTFT: {speed.prefill.beyond}: {share:.0%} of a prompt's time here")
+    return "; ".join(found)
 
 
 def knee_text(speed: Speed) -> str:

@@ -111,8 +111,8 @@ def calibrate(setup: Setup, phase: type[DecodeLoad | PrefillLoad], samples: Iter
         Nearness.SAME_ISA: f", borrowed from another {setup.chip.isa} chip",
         Nearness.BORROWED: f", borrowed: {_missing(setup, mine)}",
     }[nearness]
-    if setup.graphs is Graphs.NONE and phase is DecodeLoad and nearness is not Nearness.OWN:
-        where += f"; {setup.engine.name} launches its kernels one by one, which is counted as captured graphs"
+    beyond = "" if nearness is Nearness.OWN else _beyond(setup, phase)
+    where += f"; {beyond}" if beyond else ""
     fitted_on = f"factor {_factor(chosen):.3f} fitted on {names}"
     band = f"{_errors_text(held, without_chip)}, and refits over what is assumed"
     return Calibration(
@@ -120,7 +120,18 @@ def calibrate(setup: Setup, phase: type[DecodeLoad | PrefillLoad], samples: Iter
         error=_worst(error for _, error in held + without_chip),
         text=f"{fitted_on}{where}; band: {band}",
         fitted_on=fitted_on,
+        beyond=beyond,
     )
+
+
+def _beyond(setup: Setup, phase: type[DecodeLoad | PrefillLoad]) -> str:
+    """What an engine does that none of the measured ones does."""
+    name = setup.engine.name
+    if phase is DecodeLoad and setup.graphs is Graphs.NONE:
+        return f"{name} launches its kernels one by one, which is counted as captured graphs and may take longer"
+    if phase is PrefillLoad and setup.engine.attention is Attention.LATENT:
+        return f"{name} attends in float32, as no measured engine does"
+    return ""
 
 
 def stated(factor: float, band_percent: float, measured_on: str) -> Calibration:

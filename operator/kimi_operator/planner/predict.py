@@ -57,6 +57,8 @@ class Prediction(Struct, frozen=True):
     terms: tuple[Term, ...] = ()
     fitted_on: str = ""
     """Of `calibrated_on` the factor and its points alone; empty where one factor does not give it."""
+    beyond: str = ""
+    """As of Calibration."""
 
     def scaled(self, factor: float, unit: str) -> Prediction:
         """The same in another unit."""
@@ -83,6 +85,8 @@ class Calibration(Struct, frozen=True):
     stated_factor: float = 1.0
     fitted_on: str = ""
     """The factor and the points that gave it."""
+    beyond: str = ""
+    """What the setup does that no measurement holds, and so no band; part of `text`."""
     shape: GroupShape | None = None
     """The only layout that `error` was measured on; None: it holds for all."""
     elsewhere: Calibration | None = None
@@ -155,6 +159,7 @@ def _predict(setup: Setup, load: DecodeLoad | PrefillLoad, calibration: Calibrat
         calibrated_on=text,
         terms=terms,
         fitted_on=calibration.fitted_on,
+        beyond=calibration.beyond,
     )
 
 

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
+from kimi_operator.api import dump
 from kimi_operator.planner.workload import Workload, fixed
 from kimi_operator.profiles import architecture, built_in_profiles
 from kimi_operator.profiles.forecast import forecast_of
@@ -45,3 +47,28 @@ def test_a_step_tells_that_its_missing_graphs_are_counted_as_captured(run: Run) 
     decode, prefill = re.findall(r"(?:decode|prefill) calibrated on +(.*)", run("plan", "--chip", "mi300x")[1])
     assert "kimi-worker launches its kernels one by one, which is counted as captured graphs" in decode
     assert "graphs" not in prefill
+
+
+@pytest.mark.parametrize("form", ["text", "markdown", "html"])
+def test_a_plan_says_what_no_band_holds(run: Run, form: str) -> None:
+    """Longer prompts are more of what nobody measured, and the share is that of the terms which --explain shows."""
+    shares = []
+    for tokens in (1000, 100_000):
+        _, out, _ = run("plan", "-f", EXAMPLE, "--prompt-tokens", tokens, "--output-tokens", 100, "-o", form)
+        assert "TPOT: kimi-worker launches its kernels one by one" in out.replace("\\", "")
+        shares += re.findall("TTFT: kimi-worker attends in float32, as no measured engine does: ([0-9]+)%", out)
+    short, long = map(int, shares)
+    assert short < 5
+    assert long > 70
+
+
+def test_a_band_of_the_engine_itself_holds_all(run: Run, tmp_path: Path) -> None:
+    profile = dump(PROFILE)
+    profile["spec"]["calibration"] = {
+        "engine": "kimi-worker", "measuredOn": "a cluster", "decodeFactor": 1.5, "decodeBandPercent": 10,
+        "prefillFactor": 2.5, "prefillBandPercent": 10,
+    }  # fmt: skip
+    file = tmp_path / "own.yaml"
+    file.write_text(yaml.safe_dump(profile))
+    assert "not in the bands" not in run("plan", "-f", EXAMPLE, "-f", file)[1]
+    assert "not in the bands" in run("plan", "-f", EXAMPLE)[1]

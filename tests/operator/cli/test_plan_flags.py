@@ -13,7 +13,7 @@ import yaml
 
 MI300X = Path(__file__).resolve().parents[3] / "examples" / "mi300x-2p2d.yaml"
 LOCAL = MI300X.parent / "local" / "2p2d.yaml"
-FIRST_SCREEN = 11
+FIRST_SCREEN = 12
 
 Run = Callable[..., tuple[int, str, str]]
 Plan = Callable[..., dict]
