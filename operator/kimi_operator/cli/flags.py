@@ -16,6 +16,9 @@ from cyclopts import Group, Parameter, Token
 from kimi_operator.errors import InvalidSpec, Problem
 from kimi_operator.numerals import MOST_EXACT, whole
 
+SEARCHED = ("chip", "architecture", "kv_cache", "max_model_len")
+"""Flags of a deployment that say no layout."""
+
 MANIFEST = Group("A deployment from flags, instead of --file", sort_key=1)
 WORKLOAD = Group("The workload", sort_key=2)
 VIEWS = Group("What to show", sort_key=3)

@@ -19,7 +19,7 @@ from kimi_operator.cli.beside import with_forecast
 from kimi_operator.cli.cost import all_in, check_price, without_throughput
 from kimi_operator.cli.first_row import FirstRow, Typed
 from kimi_operator.cli.flag_documents import read_by_flag
-from kimi_operator.cli.flags import DeploymentFlags, WorkloadFlags, refuse
+from kimi_operator.cli.flags import SEARCHED, DeploymentFlags, WorkloadFlags, flag_name, refuse
 from kimi_operator.cli.outlook import assumed_lengths
 from kimi_operator.errors import InvalidSpec, KimiError
 from kimi_operator.planner import Architecture
@@ -31,7 +31,7 @@ from kimi_operator.profiles import architecture, select_profile
 from kimi_operator.profiles.forecast import forecast_of
 from kimi_operator.profiles.support import rates_warning, support_problem, support_warning
 
-SEARCHED_FLAGS = ("--chip", "--architecture", "--kv-cache", "--max-model-len")
+SEARCHED_FLAGS = tuple(map(flag_name, SEARCHED))
 CHOSEN = ("groups", "nodesPerGroup", "gpusPerNode", "tensorParallel", "maxNumSeqs")
 """Fields of a role that a search chooses, whatever a manifest states."""
 

@@ -53,10 +53,10 @@ def answer(files: list[Path], flags: Flags, output: str) -> Answer:
     cost = None if show.cost is None else cost_of(outlook, show.cost)
     if show.explain is not None:
         return _explained(outlook, cost, show.explain, output), FITS
-    # flags choose a layout that nobody has deployed
-    search = None
-    if not asked.is_from_flags and outlook.nodes <= MAX_NODES:
-        search = search_command(program_name(sys.argv[0]), files, workload, outlook.nodes)
+    search, is_for_people = None, output not in ("json", "yaml")
+    # a script of flags chose its layout, and its document is the same however they are written
+    if outlook.nodes <= MAX_NODES and (is_for_people or not asked.is_from_flags):
+        search = search_command(program_name(sys.argv[0]), files, deployment, workload, outlook.nodes)
     return _shown(outlook, cost, output, search), DOES_NOT_FIT if outlook.misses else FITS
 
 

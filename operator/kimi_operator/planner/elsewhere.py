@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 
 from msgspec.structs import replace
@@ -18,6 +19,7 @@ from kimi_operator.planner.targets import TARGETS, told
 from kimi_operator.planner.units import ceil_div
 from kimi_operator.planner.workload import Workload
 
+_SPLITS = 8
 LOADS = ("workload.concurrency", "workload.requestsPerSecond")
 
 
@@ -132,17 +134,37 @@ def _solved(request: Search, spec: KimiDeploymentSpec) -> dict[Layout, tuple[Sol
     return found
 
 
-def same_groups(request: Search, spec: KimiDeploymentSpec) -> Iterator[tuple[Layout, dict[Role, Solution]]]:
-    """The groups of a deployment, and how they are solved, by each tensorParallel with which they fit."""
-    for tensor_parallel in range(1, min(spec.role(role).gpus_per_node for role in Role) + 1):
-        shapes = {role: replace(_shape(spec, role), tensor_parallel=tensor_parallel) for role in Role}
-        if not all(divides(request.architecture, shape) for shape in shapes.values()):
+def regrouped(request: Search, spec: KimiDeploymentSpec) -> Iterator[tuple[Layout, Solution, Solution]]:
+    """The groups of a deployment, and others on no more nodes that are alike in both roles, with each tensorParallel.
+
+    How each role is solved stands beside a layout that fits.
+    """
+    for layout in dict.fromkeys((*_with_each_width(spec), *_alike(spec))):
+        if not all(divides(request.architecture, layout.shape(role)) for role in Role):
             continue
-        outcomes = {role: request.outcome(role, shape, spec.role(role).groups) for role, shape in shapes.items()}
-        solved = {role: each for role, each in outcomes.items() if isinstance(each, Solution)}
-        if len(solved) == len(outcomes):
-            prefill, decode = shapes[Role.PREFILL], shapes[Role.DECODE]
-            yield Layout(prefill, spec.prefill.groups, decode, spec.decode.groups), solved
+        outcomes = [request.outcome(role, layout.shape(role), layout.groups(role)) for role in Role]
+        prefill, decode = outcomes
+        if isinstance(prefill, Solution) and isinstance(decode, Solution):
+            yield layout, prefill, decode
+
+
+def _with_each_width(spec: KimiDeploymentSpec) -> Iterator[Layout]:
+    for width in range(1, min(spec.role(role).gpus_per_node for role in Role) + 1):
+        prefill, decode = (replace(_shape(spec, role), tensor_parallel=width) for role in (Role.PREFILL, Role.DECODE))
+        yield Layout(prefill, spec.prefill.groups, decode, spec.decode.groups)
+
+
+def _alike(spec: KimiDeploymentSpec) -> Iterator[Layout]:
+    """Splits of all nodes into groups of one shape; none where roles use other numbers of GPUs of a node."""
+    gpus = {spec.role(role).gpus_per_node for role in Role}
+    total = sum(spec.role(role).groups * spec.role(role).nodes_per_group for role in Role)
+    if len(gpus) > 1:
+        return
+    for nodes, width in itertools.product(range(1, total // 2 + 1), range(1, max(gpus) + 1)):
+        shape, num_groups = GroupShape(nodes, max(gpus), width), total // nodes
+        # of many groups some splits, a fraction of them apart: a search tries them all
+        splits = {round(num_groups * i / _SPLITS) for i in range(1, _SPLITS)} - {0, num_groups}
+        yield from (Layout(shape, groups, shape, num_groups - groups) for groups in sorted(splits))
 
 
 def _splits(request: Search, spec: KimiDeploymentSpec, role: Role) -> Iterator[tuple[GroupShape, int]]:

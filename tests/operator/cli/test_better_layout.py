@@ -1,4 +1,4 @@
-"""`kimictl plan -f` names a much faster tensorParallel of the same groups, and the command that shows it."""
+"""`kimictl plan` names a much faster tensorParallel, or groups, of the same nodes, and the command that shows it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ STATED, FOR_WORKLOAD = EXAMPLES / "mi300x-2p2d.yaml", EXAMPLES / "mi300x-workloa
 LENGTHS = ("--prompt-tokens", 14_336, "--output-tokens", 2048)
 REUSED = ("--prompt-tokens", 4000, "--output-tokens", 400, "--reuse", 0.9)
 LINE = re.compile(
-    r"better layout: tensorParallel (\d+), predicted ([0-9.,]+) tokens/s \(.*?\) at ([0-9,]+) at once with maxNumSeqs "
-    r"(.*?), TPOT ([0-9.]+) ms \(.*?\): ([0-9.]+) times the most of tensorParallel (\d+), ([0-9.,]+) tokens/s "
+    r"better layout: (?:tensorParallel )?(\d+|prefill: .*), "
+    r"predicted ([0-9.,]+) tokens/s \(.*?\) at ([0-9,]+) at once with maxNumSeqs "
+    r"(.*?), TPOT ([0-9.]+) ms \(.*?\): ([0-9.]+) times the most of (?:these groups with )?"
+    r"tensorParallel (\d+), ([0-9.,]+) tokens/s "
     r"\(.*?\) at ([0-9,]+) at once with maxNumSeqs (.*?), TPOT ([0-9.]+) ms \(.*?\); see (.*)"
 )
 NAMES = ("width", "rate", "load", "seqs", "tpot", "times", "own", "own_rate", "own_load", "own_seqs", "own_tpot", "see")
@@ -128,7 +130,7 @@ def test_each_form_for_people_has_it_and_those_for_scripts_do_not(run: Run) -> N
 
 def test_nothing_is_said_where_little_is_to_gain(run: Run) -> None:
     assert better_of(run, "-f", FOR_WORKLOAD) == {}
-    assert better_of(run, "--chip", "mi300x", "--nodes", 4, "--tensor-parallel", 8) == {}
+    assert better_of(run, "--chip", "mi300x", "--nodes", 4) == {}
 
 
 def test_without_lengths_it_is_what_a_plan_chooses(run: Run, tmp_path: Path) -> None:
@@ -157,3 +159,64 @@ def test_no_layout_gives_more_than_the_rate_that_comes(run: Run) -> None:
     load = ("--prompt-tokens", 400, "--output-tokens", 500, "--target-tpot", "300ms", "--requests-per-second")
     assert "better layout" not in run("plan", "-f", STATED, *load, 1)[1]
     assert "better layout" in run("plan", "-f", STATED, *load, 2)[1]
+
+
+GROUPS = re.compile(r"prefill: (\d+) x (\d+) nodes? \(TP(\d+) .*\), decode: (\d+) x (\d+) nodes? \(TP(\d+) .*\)")
+
+
+def groups_of(line: dict[str, str]) -> tuple[object, ...]:
+    """Flags of the layout that is named: both roles have one shape."""
+    prefill, nodes, width, decode, decode_nodes, decode_width = GROUPS.fullmatch(line["width"]).groups()
+    assert (nodes, width) == (decode_nodes, decode_width)
+    shape = ("--nodes-per-group", nodes, "--tensor-parallel", width)
+    return (*shape, "--prefill-groups", prefill, "--decode-groups", decode)
+
+
+@pytest.mark.parametrize("load", [(), (*LENGTHS, "--concurrency", 500)])
+def test_flags_are_told_of_other_groups_and_of_the_search(run: Run, load: tuple[object, ...]) -> None:
+    chip = ("--chip", "mi300x")
+    line = better_of(run, *chip, "--nodes", 32, *load)
+    flags = groups_of(line)
+    assert line["see"] == " ".join(map(str, ("kimictl plan --search 32", *chip, *load)))
+    rate, own = (
+        json.loads(run("plan", *chip, *words, *load, "-o", "json")[1])["speed"]["throughput"]["value"]
+        for words in (flags, ("--nodes", 32))
+    )
+    assert (value(line["rate"]), value(line["own_rate"])) == pytest.approx((rate, own), rel=1e-3)
+    assert float(line["times"]) == pytest.approx(rate / own, abs=0.05)
+    assert better_of(run, *chip, *flags, *load) == {}, "the better layout itself has no better one"
+
+
+def test_the_search_for_flags_keeps_those_that_say_no_layout(run: Run) -> None:
+    kept = ("--chip", "mi300x", "--kv-cache", "FP32")
+    line = better_of(run, *kept, "--nodes", 8, "--prefill-groups", 2, "--decode-groups", 2)
+    assert line["see"] == f"kimictl plan --search 8 {' '.join(kept)}"
+    assert run(*line["see"].split()[1:])[0] == 0
+
+
+def test_a_manifest_is_told_of_other_groups(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "k3.yaml"
+    text = FOR_WORKLOAD.read_text().replace("nodesPerGroup: 2", "nodesPerGroup: 4")
+    file.write_text(text.replace("concurrency: 48", "concurrency: 2000"))
+    line = better_of(run, "-f", file)
+    first = json.loads(run("plan", "-f", file, "--search", 8, "-o", "json")[1])["ranked"][0]
+    assert line["width"] == first["layout"]
+    assert value(line["rate"]) == pytest.approx(first["tokens_per_second"], rel=1e-3)
+
+
+def test_groups_stay_where_another_tensor_parallel_gives_about_as_much(run: Run) -> None:
+    """Two groups of one node and one of two compute prompts in about the same time."""
+    load = ("--prompt-tokens", 8000, "--output-tokens", 200, "--concurrency", 300)
+    line = better_of(run, "--chip", "mi355x", "--nodes", 4, "--tensor-parallel", 8, *load)
+    assert (
+        not line
+        or line["width"].isdigit()
+        or value(line["rate"])
+        > 1.05
+        * max(
+            json.loads(
+                run("plan", "--chip", "mi355x", "--nodes", 4, "--tensor-parallel", width, *load, "-o", "json")[1]
+            )["speed"]["throughput"]["value"]
+            for width in (1, 2, 4)
+        )
+    )
