@@ -19,7 +19,7 @@ from kimi_operator.cli.text import meets_workload, total_of
 from kimi_operator.errors import Problem
 from kimi_operator.planner.case import Solution
 from kimi_operator.planner.designs import compare_designs
-from kimi_operator.planner.predict import Prediction
+from kimi_operator.planner.predict import PREFILL, Prediction
 from kimi_operator.planner.workload import Workload
 
 
@@ -121,7 +121,7 @@ def _speed(outlook: Outlook) -> dict[str, Any]:
         "ttft": {
             **_banded(speed.ttft),
             **(dict.fromkeys(("value", "low", "high")) if speed.grows else {}),
-            "waits_for_prefill": speed.waiting_ttft is not None,
+            **_waits(speed),
             "grows_without_end": speed.grows,
         },
         "throughput": _banded(speed.at.tokens_per_second),
@@ -132,6 +132,7 @@ def _speed(outlook: Outlook) -> dict[str, Any]:
         "curve": [
             {
                 "concurrency": point.concurrency,
+                "held": point.held,
                 "running": point.running,
                 "tpot": _banded(point.tpot),
                 "tokens_per_second": _banded(point.tokens_per_second),
@@ -140,6 +141,12 @@ def _speed(outlook: Outlook) -> dict[str, Any]:
             for point in speed.curve
         ],
     }
+
+
+def _waits(speed: Speed) -> dict[str, bool]:
+    """What the first token waits for."""
+    is_fed, waits = speed.at.binds != PREFILL, speed.waiting_ttft is not None
+    return {"waits_for_prefill": waits and not is_fed, "waits_for_memory": waits and is_fed}
 
 
 def _decode(speed: Speed | DecodeSpeed) -> dict[str, Any]:

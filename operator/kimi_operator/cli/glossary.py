@@ -105,9 +105,9 @@ GROUPS: dict[str, dict[str, Words]] = {
         ),
         "prefillBusy": Words("Time to compute one prompt beside those that this load computes at the same time."),
         "ttft": Words(
-            "Time from asking to the first token, without the handoff; with waits at a rate, and where prefill binds "
-            "and clients wait for their answers. A target TTFT is held against the longest prompt, "
-            "and where prompts wait against this mean too.",
+            "Time from asking to the first token, without the handoff; with waits at a rate, and where clients wait for "
+            "their answers and prefill binds, or more ask than have memory on decode. A target TTFT is held against the "
+            "longest prompt, and where prompts wait against this mean too.",
             ("TTFT", "prefill, output", "no predictions"),
         ),
         "handoff": Words("Time to write a prompt's cache from prefill's GPUs into those of decode."),
@@ -116,8 +116,9 @@ GROUPS: dict[str, dict[str, Words]] = {
             ("output", "output tokens/s", "prefill, output", "no predictions"),
         ),
         "concurrency": Words(
-            "Requests that clients keep going: in prefill, in decode, or waiting. Where concurrency binds, more of "
-            "them would give more output.",
+            "Requests that clients keep going: in prefill, in decode, or waiting. Each has its pages and slot on "
+            "decode before its prompt is computed, so that these may bind while decode is not full. Where concurrency "
+            "binds, more of them would give more output.",
             ("at once", "this load", "fills decode"),
         ),
         "knee": Words(

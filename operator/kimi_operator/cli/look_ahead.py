@@ -30,6 +30,7 @@ from kimi_operator.planner.elsewhere import LOADS
 from kimi_operator.planner.feed import MORE_PREFILL
 from kimi_operator.planner.objective import Forecast, mean_request
 from kimi_operator.planner.predict import (
+    PREFILL,
     Capacity,
     CurvePoint,
     Prediction,
@@ -79,7 +80,7 @@ def look_ahead(planned: Planned, stated: Workload | None, *, is_assumed: bool | 
             no_speed = str(error)
     waits: tuple[Judged, ...] = ()
     if forecast is not None and speed is not None:
-        waits = forecast.queued(roles[Role.PREFILL].shape, roles[Role.PREFILL].groups, speed.at, speed.held)
+        waits = forecast.queued(roles[Role.PREFILL].shape, roles[Role.PREFILL].groups, speed.at)
     decode_speed = _decode_speed(planned, plan, roles, served) if forecast is None and not too_long else None
     unsure = rates_warning(planned.profile) if speed or decode_speed else None
     said = (*plan.warnings, *reuse_warnings(served.reuse), *([unsure] if unsure else ()))
@@ -172,18 +173,15 @@ def _speed(prefill: RoleOutlook, decode: RoleOutlook, workload: Workload, foreca
         forecast.decode_side(decode.shape, decode.groups),
         forecast.prefill_side(prefill.shape, prefill.groups),
     )
-    of_lane = Capacity(decode.plan.max_num_seqs, decode.plan.num_pages, decode.plan.page_size_tokens)
-    full = max(1, of_lane.running(request)[0] * decode.lanes)
-    slots = replace(of_lane, max_num_seqs=decode.plan.num_state_slots)
-    point = curve_of(sides[0], of_lane, request, sides[1])
-    asked = forecast.clients(workload.running or full, point)
-    concurrencies = {*_spread(1, max(2, 2 * full), CURVE_POINTS), full, asked}
+    point = curve_of(sides[0], _of_lane(decode), request, sides[1])
+    full, asked = point.running, forecast.clients(point)
+    concurrencies = {*_spread(1, max(2, 2 * full), CURVE_POINTS), full, point.held, asked}
     curve = tuple(map(point, sorted(concurrencies)))
     bend = map(point, {*_bend(curve)} - concurrencies)
     curve = tuple(sorted((*curve, *bend), key=lambda each: each.concurrency))
     at = forecast.arriving(next(each for each in curve if each.concurrency == asked))
     alone = request.prefill(forecast.chunk_tokens)
-    busy_lanes = forecast.busy_lanes(sides[1].setup, prefill.groups)
+    busy_lanes = min(forecast.busy_lanes(sides[1].setup, prefill.groups), sides[1].busy_lanes(at.held))
     return Speed(
         request=request,
         tpot_alone=decode_step_ms(sides[0].setup, DecodeLoad(1, request.mean_context), forecast.decode),
@@ -195,7 +193,6 @@ def _speed(prefill: RoleOutlook, decode: RoleOutlook, workload: Workload, foreca
         handoff=_handoff(sides[1].setup, request.prompt_tokens),
         curve=curve,
         capacity=full,
-        held=slots.running(request)[0] * decode.lanes,
         knee=knee(curve),
         at=at,
         comes=None
@@ -206,7 +203,7 @@ def _speed(prefill: RoleOutlook, decode: RoleOutlook, workload: Workload, foreca
 
 def _crowd(speed: Speed | None, prefill: RoleOutlook, workload: Workload, nodes: int) -> Iterator[Problem]:
     """A stated load of which more wait for a lane of prefill than compute on one, where no target says how long."""
-    if speed is None or speed.waiting_ttft is None or workload.concurrency is None or workload.ttft_s is not None:
+    if speed is None or speed.at.binds != PREFILL or workload.concurrency is None or workload.ttft_s is not None:
         return
     waiting = speed.at.concurrency - speed.running - prefill.lanes
     if waiting <= prefill.lanes:
@@ -254,8 +251,12 @@ def _decode_speed(
 
 def _full(decode: RoleOutlook, request: Request) -> int:
     """Such requests that all decode lanes run at once."""
-    of_lane = Capacity(decode.plan.max_num_seqs, decode.plan.num_pages, decode.plan.page_size_tokens)
-    return of_lane.running(request)[0] * decode.lanes
+    return _of_lane(decode).running(request)[0] * decode.lanes
+
+
+def _of_lane(decode: RoleOutlook) -> Capacity:
+    plan = decode.plan
+    return Capacity(plan.max_num_seqs, plan.num_pages, plan.page_size_tokens, plan.num_state_slots)
 
 
 def _handoff(setup: Setup, tokens: int) -> Prediction | None:

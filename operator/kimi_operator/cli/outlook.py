@@ -58,7 +58,7 @@ class Speed(Struct, frozen=True):
     """Lanes of a prefill group that this load keeps busy; targets are judged beside them."""
     prefill_busy: Prediction
     waiting_ttft: Prediction | None
-    """Mean TTFT where prefill binds, so that prompts wait for it."""
+    """Mean TTFT where prompts wait, for prefill or for memory of decode."""
     arriving_ttft: Prediction | None
     """Mean TTFT at a rate."""
     handoff: Prediction | None
@@ -66,8 +66,6 @@ class Speed(Struct, frozen=True):
     """The knee, `at` and the capacity are among its points."""
     capacity: int
     """Requests that all decode lanes run at once. More may be under way: the others are in prefill, or wait."""
-    held: int
-    """Those that have memory of decode at once, which some get before their prompts are computed."""
     knee: CurvePoint
     at: CurvePoint
     """At the concurrency that is asked for, else where all lanes are full."""

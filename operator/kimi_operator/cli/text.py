@@ -13,7 +13,7 @@ from kimi_operator.errors import Problem
 from kimi_operator.planner import MemoryLine, RolePlan
 from kimi_operator.planner.case import Solution
 from kimi_operator.planner.designs import Designs, compare_designs
-from kimi_operator.planner.predict import CurvePoint
+from kimi_operator.planner.predict import PAGES, PREFILL, SLOTS, CurvePoint
 from kimi_operator.planner.targets import ARRIVING
 from kimi_operator.planner.units import binding, bytes_text, counted
 
@@ -25,8 +25,8 @@ DESIGN_HEADS = (
     "tokens a request", "pages and slots", "bytes", "unified blocks", "bytes", "FP8 pages, slots", "FP8 blocks",
 )  # fmt: skip
 AT_ONCE = (
-    "requests at once count those in prefill too, and TPOT is as if all were in decode, until prefill binds; "
-    "until something else binds, output tokens/s = at once / (TPOT + "
+    "requests at once count those in prefill too, which have their memory on decode, and TPOT is as if all were in "
+    "decode, until prefill binds; until something else binds, output tokens/s = at once / (TPOT + "
     "prefill of a prompt beside the others / tokens of an answer); lanes of prefill are taken to keep step: kimictl "
     "replay counts what they wait for each other"
 )
@@ -95,7 +95,7 @@ def headline(outlook: Outlook) -> dict[str, str]:
         found = {
             "TPOT": f"{with_band(speed.tpot)} with {_sustained(speed)}; {alone}",
             "TTFT": ttft_text(speed),
-            "output": f"{rate}; {binding(speed.at.binds)}; knee at {knee_text(speed)}",
+            "output": f"{rate}; {_binding(speed.at)}; knee at {knee_text(speed)}",
         }
     if beyond := beyond_text(outlook):
         found["not in the bands"] = beyond
@@ -119,9 +119,15 @@ def knee_text(speed: Speed) -> str:
     return f"{speed.knee.concurrency:,}" + (f", of which decode runs {speed.capacity:,}" if beyond else "")
 
 
+def _binding(point: CurvePoint) -> str:
+    """What binds, and how many hold it where that is memory."""
+    text = binding(point.binds)
+    return f"{text}, held by {point.held:,} in prefill and decode" if point.binds in (PAGES, SLOTS) else text
+
+
 def _sustained(speed: Speed) -> str:
     """The load that a TPOT is for."""
-    if speed.at.binds != "prefill" or speed.running >= speed.at.concurrency:
+    if speed.at.binds != PREFILL or speed.running >= speed.at.concurrency:
         return f"{speed.running:,} running"
     return f"{number(speed.mean_running)} of {speed.at.concurrency:,} running on average: prefill feeds no more"
 
@@ -142,8 +148,8 @@ def ttft_text(speed: Speed) -> str:
     if speed.grows:
         return f"{growing(speed)}; {with_band(speed.prefill_busy)} without a wait; {alone}"
     if speed.waiting_ttft is not None:
-        waits = f"on average, as {speed.at.concurrency:,} at once wait for prefill, which binds"
-        return f"{with_band(speed.ttft)} {waits}; {with_band(speed.prefill_busy)} without a wait; {alone}"
+        without = f"{with_band(speed.prefill_busy)} without a wait"
+        return f"{with_band(speed.ttft)} on average, as {speed.at.waits}; {without}; {alone}"
     if speed.arriving_ttft is not None:
         return f"{with_band(speed.ttft)} on average, {ARRIVING}; {alone}"
     if speed.busy_lanes == 1:

@@ -9,6 +9,7 @@ from kimi_operator.cli.outlook import Outlook, Speed
 from kimi_operator.planner.objective import Forecast
 from kimi_operator.planner.predict import (
     HANDOFF_SHARES,
+    PREFILL,
     Calibration,
     CurvePoint,
     Prediction,
@@ -26,8 +27,8 @@ NOT_PREDICTED = "not predicted"
 _STEP, _PROMPT = "factor x sum of the step's terms", "factor x sum of the prompt's terms"
 _HANDOFF = "bytes of a request / (bandwidth of its network card x geometric mean of the shares that writes achieved)"
 _BOUND = (
-    "the least of concurrency / (TPOT + prefill of a prompt beside the others / tokens of an answer), of full lanes / "
-    "TPOT, and of "
+    "the least of requests that have memory / (TPOT + prefill of a prompt beside the others / tokens of an answer), of "
+    "full lanes / TPOT, and of "
     "what prefill feeds: its lanes x tokens of an answer / time of a prompt while all of them compute; no more than a "
     "stated rate brings"
 )
@@ -83,7 +84,7 @@ def _throughput(outlook: Outlook, speed: Speed) -> Iterator[Figure]:
     values = f"{_bounds(outlook, speed)}: {binding(at.binds)} at {at.concurrency:,} at once"
     yield banded("throughput", rate, _BOUND, values)
     running = f"decode has room for {speed.capacity:,}, TPOT is for {at.running:,} in decode"
-    if at.binds == "prefill" and at.running < at.concurrency:
+    if at.binds == PREFILL and at.running < at.concurrency:
         mean = f"{number(rate.value)} tokens/s x {number(at.tpot.value)} ms = {number(speed.mean_running)}"
         running += f", the nearest whole number to {mean} on average"
     stated = "stated, else as many as decode runs at once"
@@ -103,6 +104,11 @@ def _ttft(outlook: Outlook, speed: Speed) -> Figure:
         values = f"{number(speed.prefill_busy.value)} ms + {number(waits)} ms"
     elif speed.waiting_ttft is None:
         formula, values = "as prefillBusy, no wait for a lane counted", f"{number(speed.prefill_busy.value)} ms"
+    elif speed.at.binds != PREFILL:
+        formula = "prefillBusy + requests that wait for memory x tokens of an answer / output tokens/s"
+        waiting = f"({speed.at.concurrency:,} - {speed.at.held:,}) x {speed.request.output_tokens:,}"
+        rate = number(speed.at.tokens_per_second.value)
+        values = f"{number(speed.prefill_busy.value)} ms + {waiting} / {rate} tokens/s"
     else:
         formula = "at once x time of a prompt beside all lanes / lanes of prefill - tokens of an answer x TPOT"
         prompts = f"{speed.at.concurrency:,} x {_prompt_beside_all(outlook)} ms / {outlook.prefill.lanes}"
@@ -145,9 +151,12 @@ def _bounds(outlook: Outlook, speed: Speed) -> str:
     load = DecodeLoad(ceil_div(running, decode.groups), speed.request.mean_context)
     token = number(decode_step_ms(decode.setup, load, decode.calibration).value)
     prefill = forecast.prefill_side(outlook.prefill.shape, outlook.prefill.groups)
-    beside = speed.request.prefill(forecast.chunk_tokens, prefill.busy_lanes(at.concurrency))
+    beside = speed.request.prefill(forecast.chunk_tokens, prefill.busy_lanes(at.held))
     prompt = number(prefill_ms(prefill.setup, beside, prefill.calibration).value)
-    bounds = [f"clients {at.concurrency:,} / ({token} ms + {prompt} ms / {outputs:,})"]
+    clients = f"clients {at.concurrency:,}"
+    if at.held < at.concurrency:
+        clients = f"memory holds {at.held:,} of {at.concurrency:,} clients"
+    bounds = [f"{clients} / ({token} ms + {prompt} ms / {outputs:,})"]
     if running < at.concurrency:
         bounds.append(f"lanes {running:,} / {token} ms")
     bounds.append(f"prefill {outlook.prefill.lanes:,} lanes x {outputs:,} / {_prompt_beside_all(outlook)} ms")

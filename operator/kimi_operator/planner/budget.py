@@ -35,6 +35,9 @@ class PoolDesign(Protocol):
     def fixed_bytes(self, max_num_seqs: int) -> int:
         """Bytes set aside for so many running requests before any of them comes."""
 
+    def num_slots(self, max_num_seqs: int) -> int | None:
+        """Requests whose state is set aside for so many running ones; None where state lies in the units."""
+
     def units(self, tokens: int) -> int:
         """Units that a running request of so many tokens takes; those of 0 tokens are what its state takes."""
 
@@ -59,7 +62,11 @@ class PagePool(Struct, frozen=True):
 
     def fixed_bytes(self, max_num_seqs: int) -> int:
         """State slots of running requests and of those that a handoff has reserved."""
-        return (self.slots or num_slots(max_num_seqs)) * self.slot_bytes
+        return self.num_slots(max_num_seqs) * self.slot_bytes
+
+    def num_slots(self, max_num_seqs: int) -> int:
+        """As the pool was cut, else as it would be."""
+        return self.slots or num_slots(max_num_seqs)
 
     def units(self, tokens: int) -> int:
         """Pages."""
@@ -84,6 +91,9 @@ class BlockPool(Struct, frozen=True):
     def fixed_bytes(self, max_num_seqs: int) -> int:  # noqa: ARG002 - of the interface
         """Nothing: state comes from the same blocks."""
         return 0
+
+    def num_slots(self, max_num_seqs: int) -> None:
+        """None: as many have state as have blocks."""
 
     def units(self, tokens: int) -> int:
         """Blocks, of which some hold the state."""

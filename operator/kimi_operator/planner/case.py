@@ -118,6 +118,10 @@ class Solution(Struct, frozen=True):
     """Requests that all lanes run at once."""
     num_units: int
     """Pages or blocks of the pool."""
+    num_slots: int | None
+    """State slots of a lane; None where state lies in the blocks."""
+    held: int
+    """Requests of mean length that a lane's pages or blocks hold at once: those in prefill too."""
     pool_bytes: int
     max_model_len: int
     """Longest request that the pool and the model hold."""

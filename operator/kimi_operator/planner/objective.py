@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from fractions import Fraction
 from functools import cached_property
@@ -15,10 +14,11 @@ from msgspec.structs import replace
 from kimi_operator.api.deployment import Role
 from kimi_operator.planner.case import Solution, Timing
 from kimi_operator.planner.memory import GroupShape
-from kimi_operator.planner.pools import num_slots
 from kimi_operator.planner.predict import (
+    PREFILL,
     Calibration,
     Capacity,
+    Curve,
     CurvePoint,
     Prediction,
     PrefillSide,
@@ -45,7 +45,7 @@ _Side = TypeVar("_Side", bound=Side)
 
 def mean_request(workload: Workload) -> Request:
     """The request that predictions are made for."""
-    prompt, output = math.ceil(workload.prompt.mean), max(1, round(workload.output.mean))
+    prompt, output = workload.mean_lengths
     computed, reused = workload.computed_and_reused(workload.prompt.mean)
     pairs = fmean(token_pairs(*workload.computed_and_reused(point)) for point in workload.prompt.points)
     is_alike = len(workload.output.points) == 1
@@ -69,7 +69,7 @@ class Forecast(Struct, frozen=True, dict=True):
     """As of Timing."""
 
     @cached_property
-    def _points(self) -> dict[tuple[Layout, int, int], CurvePoint]:
+    def _points(self) -> dict[tuple[Layout, int, int | None, int], CurvePoint]:
         return {}
 
     @cached_property
@@ -162,16 +162,27 @@ class Forecast(Struct, frozen=True, dict=True):
         return PrefillSide(self.setup(shape), self.prefill, groups, chunk_tokens=self.chunk_tokens)
 
     def waiting_ttft(self, shape: GroupShape, groups: int, point: CurvePoint) -> Prediction | None:
-        """Mean TTFT where prompts wait for a lane of so many prefill groups; None where none waits for long.
+        """Mean TTFT where prompts wait for a lane of so many prefill groups or for memory of decode, else None.
 
         Clients that wait for their answers keep these to their number, and what of their time is not decode is TTFT
-        (Little's law). With a rate nothing limits how many wait: the solver refuses one that prefill cannot feed.
+        (Little's law). With a rate nothing limits how many wait: one that cannot be served is a miss.
         """
-        if self.workload.requests_per_second is not None or point.binds != "prefill":
+        if self.workload.requests_per_second is not None or not point.waits:
             return None
-        return self._queued_ttft(shape, groups, point, point.concurrency)
+        if point.binds == PREFILL:
+            return self._ttft_of_prefill(shape, groups, point, point.concurrency)
+        return self._ttft_of_memory(shape, groups, point)
 
-    def _queued_ttft(self, shape: GroupShape, groups: int, point: CurvePoint, clients: int) -> Prediction:
+    def _ttft_of_memory(self, shape: GroupShape, groups: int, point: CurvePoint) -> Prediction:
+        """The time of a prompt, after those that wait for memory before it have been served."""
+        busy_lanes = self.prefill_side(shape, groups).busy_lanes(point.held)
+        prompt = prefill_ms(self.setup(shape), self.request.prefill(self.chunk_tokens, busy_lanes), self.prefill)
+        rate, tokens = point.tokens_per_second, (point.concurrency - point.held) * self.request.output_tokens
+        ends = ((prompt.value, rate.value), (prompt.low, rate.high), (prompt.high, rate.low))
+        value, low, high = (prompt_ms + tokens / served * 1e3 for prompt_ms, served in ends)
+        return Prediction(value, low, high, "ms", rate.calibrated_on)
+
+    def _ttft_of_prefill(self, shape: GroupShape, groups: int, point: CurvePoint, clients: int) -> Prediction:
         """The mean time from when so many of them are counted to the first token, where prefill binds."""
         prompt = prefill_ms(self.setup(shape), self.all_busy(shape), self.prefill)
         tpot, output_tokens = point.tpot, self.request.output_tokens
@@ -184,21 +195,22 @@ class Forecast(Struct, frozen=True, dict=True):
         value, low, high = (max(prompt_ms, ttft_ms(prompt_ms, tpot_ms)) for prompt_ms, tpot_ms in ends)
         return Prediction(value, low, high, "ms", prompt.calibrated_on)
 
-    def queued(self, shape: GroupShape, groups: int, point: CurvePoint, held: int) -> tuple[Judged, ...]:
-        """What is held against the wait of prompts, of which decode keeps room for `held`; nothing without a wait."""
+    def queued(self, shape: GroupShape, groups: int, point: CurvePoint) -> tuple[Judged, ...]:
+        """What is held against the wait of prompts; nothing without a wait."""
         ttft = self.waiting_ttft(shape, groups, point)
         if ttft is None:
             return ()
-        found, work = [], self.workload
+        found, work, is_prefill_short = [], self.workload, point.binds == PREFILL
         if work.ttft_s is not None:
-            what = f"on average, as {point.concurrency:,} at once wait for prefill, which binds"
-            remedy = "add groups to prefill, or lower the load"
+            add = f"add groups to {Role.PREFILL if is_prefill_short else Role.DECODE}"
+            remedy = f"{add}, or lower the load"
             if work.concurrency is None:
-                remedy = "state the load, which is taken to fill decode, or add groups to prefill"
+                remedy = f"state the load, which is taken to fill decode, or {add}"
+            what = f"on average, as {point.waits}"
             found.append(Judged(TTFT, work.ttft_s, ttft.value / 1e3, _band_s(ttft), what, remedy))
         # a load that nobody stated fails nobody's requests
-        if work.concurrency is not None and self.reservation_s is not None:
-            found.append(self._kept(self._queued_ttft(shape, groups, point, min(held, point.concurrency)), point))
+        if is_prefill_short and work.concurrency is not None and self.reservation_s is not None:
+            found.append(self._kept(self._ttft_of_prefill(shape, groups, point, point.held), point))
         return tuple(found)
 
     def _kept(self, ttft: Prediction, point: CurvePoint) -> Judged:
@@ -211,12 +223,11 @@ class Forecast(Struct, frozen=True, dict=True):
 
     def queued_on(self, layout: Layout, decode: Solution) -> tuple[Judged, ...]:
         """The same of a layout, at the load that its throughput is of."""
-        work = self.workload
+        work, point = self.workload, self._point(layout, decode)
         is_kept = work.concurrency is not None and self.reservation_s is not None
-        if not (is_kept or work.ttft_s is not None) or self._point(layout, decode).binds != "prefill":
+        if not (is_kept or work.ttft_s is not None) or not point.waits:
             return ()
-        held = num_slots(decode.max_num_seqs) * layout.lanes(Role.DECODE)
-        return self.queued(layout.prefill, layout.prefill_groups, self.point(layout, decode), held)
+        return self.queued(layout.prefill, layout.prefill_groups, self.point(layout, decode))
 
     def point(self, layout: Layout, decode: Solution) -> CurvePoint:
         """The load that a layout is ranked by, with bands."""
@@ -235,7 +246,7 @@ class Forecast(Struct, frozen=True, dict=True):
         return self.request.prefill(self.chunk_tokens, shape.lanes)
 
     def _point(self, layout: Layout, decode: Solution) -> CurvePoint:
-        key = (layout, decode.max_num_seqs, decode.running)
+        key = (layout, decode.max_num_seqs, decode.num_slots, decode.held)
         if key not in self._points:
             decodes = _without_band(self.decode_side(layout.decode, layout.decode_groups))
             prefills = _without_band(self.prefill_side(layout.prefill, layout.prefill_groups))
@@ -244,10 +255,11 @@ class Forecast(Struct, frozen=True, dict=True):
 
     def _curve_point(self, decode: Solution, decodes: Side, prefills: PrefillSide) -> CurvePoint:
         request = self.request
-        # The solver counted what memory holds, so a place is as good as a page of a whole request.
-        held = Capacity(decode.max_num_seqs, decode.max_num_seqs, request.prompt_tokens + request.output_tokens)
-        point = curve_of(decodes, held, request, prefills)
-        return self.arriving(point(self.clients(self.workload.running or decode.running, point)))
+        # The solver counted what memory holds, so each of those is as good as a page of a whole request.
+        page_tokens = request.prompt_tokens + request.output_tokens
+        of_lane = Capacity(decode.max_num_seqs, decode.held, page_tokens, decode.num_slots)
+        curve = curve_of(decodes, of_lane, request, prefills)
+        return self.arriving(curve(self.clients(curve)))
 
     def arriving(self, point: CurvePoint) -> CurvePoint:
         """The point that so many clients reach, with no more output than a stated rate brings: clients are whole."""
@@ -259,16 +271,16 @@ class Forecast(Struct, frozen=True, dict=True):
         brought = replace(tokens, value=value, low=low, high=high)
         return replace(point, tokens_per_second=brought, binds=point.binds if value < needed else "rate")
 
-    def clients(self, most: int, point: Callable[[int], CurvePoint]) -> int:
-        """Requests under way: `most`, and with a rate no more than it brings.
+    def clients(self, curve: Curve) -> int:
+        """Requests under way: those that are stated, or that decode runs, and with a rate no more than it brings.
 
         `Workload.running` is for tokens that take as long as their target allows; what comes is served sooner.
         """
-        rate = self.workload.requests_per_second
+        rate, most = self.workload.requests_per_second, self.workload.running or curve.running
         if rate is None:
             return most
         needed = float(rate) * self.request.output_tokens
-        return least_clients(needed, most, lambda clients: point(clients).tokens_per_second.value)
+        return least_clients(needed, most, lambda clients: curve(clients).tokens_per_second.value)
 
     def _time_s(self, setup: Setup, load: DecodeLoad | PrefillLoad) -> float:
         key = (setup, load)

@@ -14,8 +14,9 @@ import itertools
 import math
 import statistics
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
+from operator import itemgetter
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -35,6 +36,9 @@ from kimi_operator.planner.roofline import (
 )
 from kimi_operator.planner.units import ceil_div, counted
 
+CONCURRENCY, PREFILL = "concurrency", "prefill"
+PAGES, SLOTS = "KV pages", "state slots"
+"""What binds a throughput, beside maxNumSeqs."""
 HANDOFF_SHARES = (0.56, 0.96)
 """Achieved share of a 50 GB/s card in one-sided writes (MoRI-IO): 28 GB/s one unchunked transfer, 48 GB/s batches."""
 
@@ -201,12 +205,23 @@ class Capacity(Struct, frozen=True):
     max_num_seqs: int
     num_pages: int
     page_size_tokens: int
+    num_slots: int | None = None
+    """State slots of a lane; None: state lies in its pages."""
 
     def running(self, request: Request) -> tuple[int, str]:
         """Requests of a lane that run at once, and what limits them."""
-        pages = ceil_div(request.prompt_tokens + request.output_tokens, self.page_size_tokens)
-        by_pages = self.num_pages // pages
-        return (by_pages, "KV pages") if by_pages < self.max_num_seqs else (self.max_num_seqs, "maxNumSeqs")
+        by_pages = self._by_pages(request)
+        return (by_pages, PAGES) if by_pages < self.max_num_seqs else (self.max_num_seqs, "maxNumSeqs")
+
+    def held(self, request: Request) -> tuple[int, str]:
+        """Requests that have memory at once: those that run and those in prefill, which get it first."""
+        by_pages = self._by_pages(request)
+        if self.num_slots is None or by_pages < self.num_slots:
+            return by_pages, PAGES
+        return self.num_slots, SLOTS
+
+    def _by_pages(self, request: Request) -> int:
+        return self.num_pages // ceil_div(request.prompt_tokens + request.output_tokens, self.page_size_tokens)
 
 
 class Side(Struct, frozen=True):
@@ -232,28 +247,75 @@ class CurvePoint(Struct, frozen=True):
     """Throughput when clients keep `concurrency` requests going."""
 
     concurrency: int
+    held: int
+    """Requests that have memory of decode at once, in prefill or in decode; the others wait for it."""
     running: int
     """Requests that decode at once, which `tpot` is for; the others wait, where prefill binds for prefill."""
     tpot: Prediction
     tokens_per_second: Prediction
     binds: str
 
+    @property
+    def waits(self) -> str:
+        """What requests wait for before their first token; empty where none does for long."""
+        if self.binds == PREFILL:
+            return f"{self.concurrency:,} at once wait for prefill, which binds"
+        late = self.concurrency - self.held
+        return f"{late:,} of {self.concurrency:,} at once wait for memory of decode" if late else ""
 
-def curve_of(
-    decode: Side, capacity: Capacity, request: Request, prefill: PrefillSide | None = None
-) -> Callable[[int], CurvePoint]:
+
+class Curve(Struct, frozen=True):
     """Concurrency -> output tokens a second, by asymptotic bounds of a closed system (operational analysis):
 
-    the least of concurrency / (time of a token + its part of the prefill), of what full lanes decode, and of what
-    prefill can feed. Without `prefill` the last one and prefill's part are left out. Raises ValueError as prefill_ms.
+    the least of what requests with memory get through, at the time of a token + its part of the prefill, of what full
+    lanes decode, and of what prefill can feed. A prompt has its memory on decode before it is computed. Without
+    `prefill` the last one and prefill's part are left out.
     """
-    one, limit = capacity.running(request)
-    most = one * decode.setup.shape.lanes * decode.groups
-    if most < 1:
+
+    decode: Side
+    request: Request
+    running: int
+    """Requests that all lanes decode at once, and what limits them."""
+    running_limit: str
+    held: int
+    """Requests that have memory of all lanes at once, and what limits them."""
+    held_limit: str
+    feed: _Feed | None
+
+    def __call__(self, concurrency: int) -> CurvePoint:
+        """The point of so many requests that clients keep going."""
+        running, feed = min(concurrency, self.running), self.feed
+        tpot = _step_ms(self.decode, self.request, running)
+        (rate, binds), (low, _), (high, _) = (
+            min(self._bounds(concurrency, tpot_ms, side), key=itemgetter(0)) for side, tpot_ms in _sides(tpot)
+        )
+        if feed is not None and binds == PREFILL and feed.running < running:
+            running, tpot = feed.running, _step_ms(self.decode, self.request, feed.running)
+        text = tpot.calibrated_on if feed is None else f"decode: {tpot.calibrated_on}; prefill: {feed.text}"
+        tokens = Prediction(rate, low, high, "tokens/s", text)
+        return CurvePoint(concurrency, min(concurrency, self.held), running, tpot, tokens, binds)
+
+    def _bounds(self, concurrency: int, tpot_ms: float, side: int) -> Iterator[tuple[float, str]]:
+        """Each bound on tokens/s with its name; the least one binds."""
+        running, held, token_s = min(concurrency, self.running), min(concurrency, self.held), tpot_ms / 1e3
+        if running < concurrency:
+            yield running / token_s, self.running_limit
+        prompt_s = self.feed.seconds(held)[side] if self.feed else 0.0
+        yield held / (token_s + prompt_s), CONCURRENCY if held == concurrency else self.held_limit
+        if self.feed:
+            yield self.feed.tokens_per_second[side], PREFILL
+
+
+def curve_of(decode: Side, capacity: Capacity, request: Request, prefill: PrefillSide | None = None) -> Curve:
+    """The curve of such requests. Raises ValueError where a lane holds none, and as prefill_ms."""
+    running, running_limit = capacity.running(request)
+    if running < 1:
         needed = request.prompt_tokens + request.output_tokens
         raise ValueError(f"a lane's {capacity.num_pages:,} pages do not hold one request of {counted(needed, 'token')}")
-    feed = _feed(decode, request, most, prefill) if prefill else None
-    return lambda concurrency: _curve_point(decode, request, concurrency, (most, limit), feed)
+    held, held_limit = capacity.held(request)
+    lanes = decode.setup.shape.lanes * decode.groups
+    feed = _feed(decode, request, running * lanes, prefill) if prefill else None
+    return Curve(decode, request, running * lanes, running_limit, held * lanes, held_limit, feed)
 
 
 def throughput_curve(
@@ -268,21 +330,6 @@ def least_clients(needed: float, most: int, tokens_per_second: Callable[[int], f
     return 1 + bisect_left(range(1, most), needed, key=tokens_per_second)
 
 
-def _curve_point(
-    decode: Side, request: Request, concurrency: int, most: tuple[int, str], feed: _Feed | None
-) -> CurvePoint:
-    running = min(concurrency, most[0])
-    tpot = _step_ms(decode, request, running)
-    bounds = [_bounds(tpot_ms, running, concurrency, feed, side) for side, tpot_ms in _sides(tpot)]
-    rate, low, high = (min(each.values()) for each in bounds)
-    first = min(bounds[0], key=lambda name: bounds[0][name])
-    binds = most[1] if first == "lanes" else first
-    if feed is not None and first == "prefill" and feed.running < running:
-        running, tpot = feed.running, _step_ms(decode, request, feed.running)
-    text = tpot.calibrated_on if feed is None else f"decode: {tpot.calibrated_on}; prefill: {feed.text}"
-    return CurvePoint(concurrency, running, tpot, Prediction(rate, low, high, "tokens/s", text), binds)
-
-
 def _step_ms(decode: Side, request: Request, running: int) -> Prediction:
     """Of so many requests over all groups, at the mean context."""
     load = DecodeLoad(ceil_div(running, decode.groups), request.mean_context)
@@ -293,7 +340,7 @@ class _Feed(Struct, frozen=True):
     """Prefill seen from decode, for value, slow and fast end: seconds an output token, and tokens/s at most."""
 
     seconds: Callable[[int], tuple[float, float, float]]
-    """By the clients, whose prompts are computed beside each other."""
+    """By the requests under way, whose prompts are computed beside each other."""
     tokens_per_second: tuple[float, float, float]
     running: int
     """Requests that decode at once when prefill feeds at most that (Little's law), to the nearest whole one."""
@@ -307,8 +354,8 @@ def _feed(decode: Side, request: Request, most: int, prefill: PrefillSide) -> _F
     def beside(busy_lanes: int) -> Prediction:
         return prefill_ms(prefill.setup, request.prefill(prefill.chunk_tokens, busy_lanes), prefill.calibration)
 
-    def seconds(concurrency: int) -> tuple[float, float, float]:
-        value, slow, fast = (ms / 1e3 / outputs for _, ms in _sides(beside(prefill.busy_lanes(concurrency))))
+    def seconds(under_way: int) -> tuple[float, float, float]:
+        value, slow, fast = (ms / 1e3 / outputs for _, ms in _sides(beside(prefill.busy_lanes(under_way))))
         return value, slow, fast
 
     x, y, z = (lanes * prefill.groups * outputs * 1e3 / ms for _, ms in _sides(beside(lanes)))
@@ -325,18 +372,6 @@ def _feed(decode: Side, request: Request, most: int, prefill: PrefillSide) -> _F
 def _sides(p: Prediction) -> tuple[tuple[int, float], tuple[int, float], tuple[int, float]]:
     """Value, then the slow and the fast end of a time: they give the rate, its low and its high."""
     return (0, p.value), (1, p.high), (2, p.low)
-
-
-def _bounds(tpot_ms: float, running: int, concurrency: int, feed: _Feed | None, side: int) -> dict[str, float]:
-    """Each bound on tokens/s by its name; the least one binds."""
-    token_s = tpot_ms / 1e3
-    prompt_s = feed.seconds(concurrency)[side] if feed else 0.0
-    bounds = {"concurrency": concurrency / (token_s + prompt_s)}
-    if running < concurrency:
-        bounds["lanes"] = running / token_s
-    if feed:
-        bounds["prefill"] = feed.tokens_per_second[side]
-    return bounds
 
 
 def knee(points: tuple[CurvePoint, ...]) -> CurvePoint:

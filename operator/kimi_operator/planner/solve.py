@@ -37,16 +37,18 @@ def solve(case: Case) -> Solution | Problem:
     if captures is not None:
         seqs = captures.padded(seqs, max(1, hard))
     units = case.budget.num_units(seqs)
-    held = case.budget.design.longest(units)
+    longest, mean = case.budget.design.longest(units), case.budget.design.units(sum(case.workload.mean_lengths))
     return Solution(
         max_num_seqs=seqs,
         running=seqs * case.lanes,
         num_units=units,
+        num_slots=case.budget.design.num_slots(seqs),
+        held=units // mean,
         pool_bytes=case.budget.pool(seqs),
-        max_model_len=min(held, case.max_positions),
+        max_model_len=min(longest, case.max_positions),
         binds=tightest.limit,
         pool_binds=Limit.MEMORY if case.budget.pool_bytes is None else Limit.SETTING,
-        length_binds=Limit.PAGES if held < case.max_positions else Limit.MODEL,
+        length_binds=Limit.PAGES if longest < case.max_positions else Limit.MODEL,
         bounds=bounds,
         misses=tuple(_misses(case, seqs, tightest.limit)),
         doubts=tuple(doubted(case, seqs)),

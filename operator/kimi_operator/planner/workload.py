@@ -142,6 +142,11 @@ class Workload(Struct, frozen=True, dict=True):
         computed = max(1, math.ceil(whole * (1 - self.reuse)))
         return computed, whole - computed
 
+    @property
+    def mean_lengths(self) -> tuple[int, int]:
+        """Whole tokens of a mean request's prompt and answer."""
+        return math.ceil(self.prompt.mean), max(1, round(self.output.mean))
+
     @cached_property
     def mean_context(self) -> int:
         """Tokens that those requests hold on average that decode at any moment.

@@ -67,7 +67,7 @@ def test_smaller_steps_of_prefill_slow_the_curve_that_prefill_binds() -> None:
 
 
 @pytest.mark.parametrize("concurrency", [None, 1, 10, 150])
-@pytest.mark.parametrize(("prompt", "output"), [(20_000, 100), (1000, 2000)])
+@pytest.mark.parametrize(("prompt", "output"), [(20_000, 100), (1000, 2000), (30_000, 4000)])
 def test_a_search_promises_the_tokens_of_the_plan(concurrency: int | None, prompt: int, output: int) -> None:
     work = {"prompt": prompt, "output": output} | ({} if concurrency is None else {"concurrency": concurrency})
     found = find_layouts(K3, MI300X, MI300X.spec.runtime.kv_cache_dtype, Wanted(read_workload(work), 4))

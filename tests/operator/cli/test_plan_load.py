@@ -122,6 +122,41 @@ def test_prompts_that_come_seldom_hardly_wait(run: Run) -> None:
     assert speed["prefill_busy"]["value"] <= speed["ttft"]["value"] < 1.02 * speed["prefill_busy"]["value"]
 
 
+MEMORY = ("--nodes-per-group", 2, "--prefill-groups", 16, "--prompt-tokens", 60_000, "--output-tokens", 500)
+"""Decode runs 64; its pages hold 72, of which most are in prefill at a time."""
+
+
+def test_prompts_that_hold_memory_of_decode_bind_the_output(run: Run) -> None:
+    """Replays of 128 such clients give 208 to 236 tokens/s."""
+    speed = speed_of(run, *MEMORY, "--concurrency", 128)
+    assert (speed["binds"], speed["capacity"]) == ("KV pages", 64)
+    assert speed["throughput"]["low"] < 208
+    assert 236 < speed["throughput"]["value"] < 300
+    assert speed["knee"] == 72
+    last = speed["curve"][-1]
+    assert (last["held"], last["tokens_per_second"]) == (72, speed["throughput"])
+    text = run("plan", "--chip", "mi300x", *MEMORY, "--concurrency", 128)[1]
+    assert "KV pages bind, held by 72 in prefill and decode; knee at 72, of which decode runs 64" in text
+
+
+def test_those_that_wait_for_memory_are_in_the_time_to_the_first_token(run: Run) -> None:
+    """Little's law over a whole request, as where prefill binds; replays give 227 to 263 s."""
+    speed = speed_of(run, *MEMORY, "--concurrency", 128)
+    waits = {name: waits for name, waits in speed["ttft"].items() if name.startswith("waits")}
+    assert waits == {"waits_for_prefill": False, "waits_for_memory": True}
+    request_s = (speed["ttft"]["value"] + 500 * speed["tpot"]["value"]) / 1e3
+    assert speed["throughput"]["value"] / 500 * request_s == pytest.approx(128)
+    assert speed["ttft"]["low"] < 227e3 < speed["ttft"]["high"]
+    assert (
+        "on average, as 56 of 128 at once wait for memory of decode"
+        in run("plan", "--chip", "mi300x", *MEMORY, "--concurrency", 128)[1]
+    )
+    # beyond the slots of all lanes requests wait for one, whatever binds the output
+    beyond = speed_of(run, "--nodes", 4, "--prompt-tokens", 1000, "--output-tokens", 1000, "--concurrency", 600)
+    assert (beyond["binds"], beyond["ttft"]["waits_for_memory"]) == ("maxNumSeqs", True)
+    assert beyond["ttft"]["value"] == pytest.approx(139e3, rel=0.01), "what replays give"
+
+
 @pytest.mark.parametrize(
     ("lengths", "at_once"), [(UNFED, 200), (("--prompt-tokens", 14_336, "--output-tokens", 2_048), 184)]
 )
