@@ -17,12 +17,13 @@ from kimi_operator.api.deployment import Role
 from kimi_operator.cli.asking import asked_for, make_plan
 from kimi_operator.cli.figures import number, with_band
 from kimi_operator.cli.flags import DeploymentFlags, WorkloadFlags
-from kimi_operator.cli.replayed import paces, replay_on, sides_of
+from kimi_operator.cli.replayed import Pace, paces, replay_on, sides_of
 from kimi_operator.cli.session_flags import SessionFlags
 from kimi_operator.cli.sessions import asked_sessions
-from kimi_operator.planner.predict import Prediction, decode_step_ms, prefill_ms
+from kimi_operator.planner.predict import Prediction, Side, decode_step_ms, prefill_ms
 from kimi_operator.planner.roofline import DecodeLoad, PrefillLoad
 from kimi_operator.profiles import built_in_profiles
+from msgspec.structs import replace
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 MI300X = ("--chip", "mi300x", "--nodes", 4)
@@ -242,6 +243,21 @@ def test_the_paces_cover_the_bands_of_every_turn(trace: Trace, source: float | s
             found = decode_step_ms(sides[Role.DECODE].setup, load, sides[Role.DECODE].calibration)
             assert of_decode.low <= found.low / found.value * (1 + 1e-9)
             assert found.high / found.value <= of_decode.high * (1 + 1e-9)
+
+
+def test_the_band_of_a_step_is_of_the_requests_of_one_group() -> None:
+    """24 sessions on two groups of decode are 12 on one: fewer of them have a wider band."""
+    planned = make_plan(asked_for([], DeploymentFlags(chip="mi300x", nodes=4), WorkloadFlags()))
+    asked = asked_sessions(SessionFlags(agents=24, turns=1, first_prompt_tokens=4_000))
+    outcome, sides = replay_on(planned, asked, 10), sides_of(planned)
+    turns = outcome.value.replayed.turns
+    assert {turn.prompt_tokens for turn in turns} == {4_000}
+    of_two = {**sides, Role.DECODE: replace(sides[Role.DECODE], groups=2)}
+
+    def pace(sessions: int, on: dict[Role, Side]) -> Pace:
+        return paces(turns[:sessions], outcome.service, on, 2048)[1]
+
+    assert pace(24, of_two) == pace(12, sides) != pace(24, sides)
 
 
 def test_reuse_spares_recomputation_and_waiting(document: Document) -> None:

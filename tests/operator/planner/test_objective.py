@@ -159,3 +159,14 @@ def test_a_rate_keeps_the_fewest_lanes_busy_that_bear_it(busy: int) -> None:
         timed = forecast(work).timing(EP16, 1).prefill_s(20_000, 0)
         load = PrefillLoad(20_000, 0, CHUNK, expected)
         assert timed == pytest.approx(prefill_ms(setup_of(EP16), load, PREFILL).value / 1e3)
+
+
+def test_lanes_that_a_rate_keeps_busy_all_the_time_bear_it() -> None:
+    def prompt_s(**load: Any) -> float:
+        return forecast(Workload(fixed(20_000), fixed(100), **load)).timing(EP16, 1).prefill_s(20_000, 0)
+
+    beside = {busy: prompt_s(concurrency=busy) for busy in range(1, 8)}
+    rates = {busy: busy / each_s for busy, each_s in beside.items() if busy / each_s * each_s == busy}
+    assert rates, "to the last bit"
+    for busy, rate in rates.items():
+        assert prompt_s(requests_per_second=Fraction(rate), tpot_s=0.1) == beside[busy]
