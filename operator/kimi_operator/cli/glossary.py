@@ -105,9 +105,9 @@ GROUPS: dict[str, dict[str, Words]] = {
         ),
         "prefillBusy": Words("Time to compute one prompt beside those that this load computes at the same time."),
         "ttft": Words(
-            "Time from asking to the first token, without the handoff; with waits at a rate, and where clients wait for "
-            "their answers and prefill binds, or more ask than have memory on decode. A target TTFT is held against the "
-            "longest prompt, and where prompts wait against this mean too.",
+            "Time from asking to the first token, without the handoff; with waits at a rate, and where clients wait "
+            "for their answers and prefill binds, or more ask than have memory on decode. A target TTFT is held "
+            "against the longest prompt, and where prompts wait against this mean too.",
             ("TTFT", "prefill, output", "no predictions"),
         ),
         "handoff": Words("Time to write a prompt's cache from prefill's GPUs into those of decode."),

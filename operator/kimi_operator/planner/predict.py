@@ -13,7 +13,6 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from operator import itemgetter
@@ -326,8 +325,16 @@ def throughput_curve(
 
 
 def least_clients(needed: float, most: int, tokens_per_second: Callable[[int], float]) -> int:
-    """The fewest clients, of at most so many, whose output is what is needed; `most` where none is enough."""
-    return 1 + bisect_left(range(1, most), needed, key=tokens_per_second)
+    """The fewest clients, of at most so many, whose output is what is needed; `most` where none is enough.
+
+    One more of them may get less output, where it is one more in a lane; but what each waits for a token, clients over
+    output, never falls. So no fewer than needed x that wait are enough, of any number that is not.
+    """
+    clients = 1
+    while clients < most and (rate := tokens_per_second(clients)) < needed:
+        # a float may lie just above the whole number that it stands for
+        clients = min(most, max(clients + 1, math.ceil(needed * clients / rate * (1 - 1e-12))))
+    return clients
 
 
 def _step_ms(decode: Side, request: Request, running: int) -> Prediction:
@@ -364,7 +371,7 @@ def _feed(decode: Side, request: Request, most: int, prefill: PrefillSide) -> _F
         load = DecodeLoad(ceil_div(running, decode.groups), request.mean_context)
         return running / (factor * roofline_s(decode.setup, load))
 
-    fewer = bisect_right(range(1, most + 1), x, key=rate)
+    fewer = least_clients(x, most + 1, rate) - 1
     nearest = min((max(1, fewer), min(fewer + 1, most)), key=lambda running: abs(rate(running) - x))
     return _Feed(seconds, (x, y, z), nearest, beside(lanes).calibrated_on)
 

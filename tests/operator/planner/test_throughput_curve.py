@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 from kimi_operator.planner.fit import calibrate
 from kimi_operator.planner.predict import (
     Capacity,
+    Curve,
     CurvePoint,
     Prediction,
     PrefillSide,
     Request,
     Side,
+    curve_of,
     decode_step_ms,
     knee,
+    least_clients,
     prefill_ms,
     throughput_curve,
 )
@@ -25,7 +30,7 @@ from kimi_operator.planner.roofline import (
     Setup,
 )
 from msgspec.structs import replace
-from published_setups import BUILT_IN, DECODE, FACTOR_2, INT4, K3, MI300X, TP8
+from published_setups import BUILT_IN, DECODE, EP16, FACTOR_2, INT4, K3, MI300X, TP8
 
 LANE = Setup(K3, MI300X, TP8, INT4)
 """One lane, so that a busy prefill is as fast as an idle one."""
@@ -78,6 +83,55 @@ def test_memory_does_not_bind_where_nobody_computes_prompts() -> None:
     """Without prefill all that hold memory decode, and a place is what they want."""
     (point,) = throughput_curve(Side(LANE, FACTOR_2), replace(ROOM, num_slots=16), Request(1000, 100), [40])
     assert (point.binds, point.running) == ("maxNumSeqs", 16)
+
+
+def curves(seed: int) -> Iterator[Curve]:
+    """Of lanes that many requests slow down a step at a time."""
+    rng = random.Random(seed)
+    for _ in range(6):
+        setup = replace(DECODE, shape=rng.choice([EP16, TP8]))
+        decode, prefill = Side(setup, FACTOR_2, rng.randint(1, 3)), rng.randint(1, 20)
+        request = Request(rng.randint(100, 100_000), rng.randint(10, 2_000))
+        of_lane = Capacity(rng.randint(1, 8), 15_000, 64, rng.randint(8, 10))
+        yield curve_of(decode, of_lane, request, PrefillSide(setup, FACTOR_2, prefill, chunk_tokens=2048))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_each_waits_for_a_token_never_falls_with_more_clients(seed: int) -> None:
+    for curve in curves(seed):
+        waits = [n / curve(n).tokens_per_second.value for n in range(1, curve.held + 20)]
+        assert all(more >= less * (1 - 1e-12) for less, more in pairwise(waits))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_fewest_clients_are_the_first_whose_output_is_enough(seed: int) -> None:
+    """Though one more client may get less output, where it is one more in a lane."""
+    rng, falls = random.Random(seed), 0
+    for curve in curves(seed):
+        rates = {n: curve(n).tokens_per_second.value for n in range(1, curve.held + 2)}
+        falls += any(rates[n] > rates[n + 1] * (1 + 1e-9) for n in range(1, curve.held))
+        most = max(rates.values())
+        for needed in (*rng.sample(list(rates.values()), min(12, len(rates))), rng.uniform(0, most), 2 * most):
+            enough = [n for n, rate in rates.items() if rate >= needed]
+            assert least_clients(needed, curve.held + 1, rates.__getitem__) == min(enough, default=curve.held + 1)
+    assert falls, "without a fall a search by halves finds them too"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_prefill_feeds_about_as_many_as_give_what_it_does(seed: int) -> None:
+    """Of the first numbers, one after the other, the last that gives no more or the next, whichever is nearer."""
+    for curve in curves(seed):
+        assert curve.feed is not None
+        fed, fewer = curve.feed.tokens_per_second[0], 0
+        while fewer < curve.running and decoded(curve, fewer + 1) <= fed:
+            fewer += 1
+        near = {max(1, fewer), min(fewer + 1, curve.running)}
+        assert curve.feed.running == min(near, key=lambda running: abs(decoded(curve, running) - fed))
+
+
+def decoded(curve: Curve, running: int) -> float:
+    load = DecodeLoad(-(-running // curve.decode.groups), curve.request.mean_context)
+    return running / decode_step_ms(curve.decode.setup, load, FACTOR_2).value * 1e3
 
 
 def test_prefill_binds_where_prompts_are_long_and_answers_short() -> None:
