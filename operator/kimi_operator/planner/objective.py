@@ -272,14 +272,15 @@ class Forecast(Struct, frozen=True, dict=True):
         return replace(point, tokens_per_second=brought, binds=point.binds if value < needed else "rate")
 
     def clients(self, curve: Curve) -> int:
-        """Requests under way: those that are stated, or that decode runs, and with a rate no more than it brings.
+        """Requests under way, in prefill or in decode: those that are stated, that a rate brings, or that decode runs.
 
-        `Workload.running` is for tokens that take as long as their target allows; what comes is served sooner.
+        Where it brings more than is served, more of them than have memory: the others wait for what binds.
         """
-        rate, most = self.workload.requests_per_second, self.workload.running or curve.running
+        rate = self.workload.requests_per_second
         if rate is None:
-            return most
+            return self.workload.concurrency or curve.running
         needed = float(rate) * self.request.output_tokens
+        most = max(self.workload.running or 1, curve.held + 1)
         return least_clients(needed, most, lambda clients: curve(clients).tokens_per_second.value)
 
     def _time_s(self, setup: Setup, load: DecodeLoad | PrefillLoad) -> float:

@@ -157,6 +157,14 @@ def test_those_that_wait_for_memory_are_in_the_time_to_the_first_token(run: Run)
     assert beyond["ttft"]["value"] == pytest.approx(139e3, rel=0.01), "what replays give"
 
 
+@pytest.mark.parametrize("rate", [0.3, 0.45])
+def test_a_rate_keeps_those_in_prefill_under_way_too(run: Run, rate: float) -> None:
+    speed = speed_of(run, *MEMORY, "--requests-per-second", rate, "--target-tpot", "200ms")
+    assert (speed["binds"], speed["throughput"]["value"]) == ("rate", pytest.approx(rate * 500))
+    request_s = (speed["prefill"]["value"] + 500 * speed["tpot"]["value"]) / 1e3
+    assert speed["concurrency"] >= rate * request_s > speed["running"]
+
+
 @pytest.mark.parametrize(
     ("lengths", "at_once"), [(UNFED, 200), (("--prompt-tokens", 14_336, "--output-tokens", 2_048), 184)]
 )
