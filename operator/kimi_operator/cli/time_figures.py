@@ -86,7 +86,7 @@ def _throughput(outlook: Outlook, speed: Speed) -> Iterator[Figure]:
     running = f"decode has room for {speed.capacity:,}, TPOT is for {at.running:,} in decode"
     if at.binds == PREFILL and at.running < at.concurrency:
         mean = f"{number(rate.value)} tokens/s x {number(at.tpot.value)} ms = {number(speed.mean_running)}"
-        running += f", the nearest whole number to {mean} on average"
+        running += f", the whole number nearest to their mean; {mean}"
     stated = "stated, else as many as decode runs at once"
     yield Figure("concurrency", f"{at.concurrency:,}", stated, running, "the workload")
     rate_there = f"{with_band(speed.knee.tokens_per_second)}; {binding(speed.knee.binds)}"
