@@ -195,7 +195,7 @@ def _with_layouts(outlook: Outlook) -> Outlook:
     """The outlook, whose missed targets name the nearest layout that meets them."""
     solutions = (outlook.role(role).at_plan for role in Role)
     missed = {miss for each in solutions if isinstance(each, Solution) for miss in each.misses if miss.field in TARGETS}
-    if not missed:
+    if not missed or outlook.forecast is None:
         return outlook
     request, spec = search_beside(outlook), outlook.planned.deployment.spec
     misses = (with_remedies((each,), request, spec)[0] if each in missed else each for each in outlook.misses)

@@ -24,8 +24,8 @@ from kimi_operator.cli.outlook import (
 from kimi_operator.errors import InvalidSpec, Problem
 from kimi_operator.planner import Plan
 from kimi_operator.planner.budget import Budget, PagePool
-from kimi_operator.planner.case import Case, Solution, Timing
-from kimi_operator.planner.demand import reuse_warnings
+from kimi_operator.planner.case import Case, Solution
+from kimi_operator.planner.demand import TimingOf, reuse_warnings
 from kimi_operator.planner.elsewhere import LOADS
 from kimi_operator.planner.feed import MORE_PREFILL
 from kimi_operator.planner.objective import Forecast, mean_request
@@ -47,7 +47,7 @@ from kimi_operator.planner.solve import solve, stretches, unused
 from kimi_operator.planner.targets import Judged, told
 from kimi_operator.planner.units import ceil_div, most
 from kimi_operator.planner.workload import Workload, check_lengths, fixed
-from kimi_operator.profiles.forecast import decode_forecast, forecast_of
+from kimi_operator.profiles.forecast import decode_forecast, forecast_of, timing_of
 from kimi_operator.profiles.support import rates_warning
 
 CURVE_POINTS = 28
@@ -71,7 +71,8 @@ def look_ahead(planned: Planned, stated: Workload | None, *, is_assumed: bool | 
     if forecast is not None and stated is None:
         # no request fails that nobody asked for; the plan warns of the longest that may come
         forecast = replace(forecast, reservation_s=None)
-    roles = {role: _role(planned, plan, role, served, forecast) for role in Role}
+    timing = forecast.timing if forecast is not None else _decode_timing(planned, plan, served)
+    roles = {role: _role(planned, plan, role, served, timing) for role in Role}
     speed = None
     if forecast is not None and not too_long:
         try:
@@ -123,12 +124,19 @@ def _forecast(planned: Planned, plan: Plan, workload: Workload) -> tuple[Forecas
         return None, str(error)
 
 
-def _role(planned: Planned, plan: Plan, role: Role, workload: Workload, forecast: Forecast | None) -> RoleOutlook:
+def _decode_timing(planned: Planned, plan: Plan, workload: Workload) -> TimingOf | None:
+    """What bandwidth alone gives; None where nobody stated it."""
+    try:
+        return timing_of(planned.architecture, planned.profile, plan.kv_cache_dtype, workload)
+    except InvalidSpec:
+        return None
+
+
+def _role(planned: Planned, plan: Plan, role: Role, workload: Workload, timing: TimingOf | None) -> RoleOutlook:
     of_role, spec = plan.role(role), planned.deployment.spec.role(role)
     shape = shape_of(planned, role)
     lines = tuple(line for line in of_role.lines if not line.is_pool)
     pool = PagePool(of_role.page_size_tokens, of_role.page_bytes, of_role.slot_bytes, slots=of_role.num_state_slots)
-    timing: Timing | None = None if forecast is None else forecast.timing(shape, spec.groups)
     case = Case(
         workload=workload,
         role=role,
@@ -136,7 +144,7 @@ def _role(planned: Planned, plan: Plan, role: Role, workload: Workload, forecast
         budget=Budget(planned.profile.spec.gpu.memory, lines, pool),
         most_seqs=of_role.max_num_seqs,
         max_positions=max(of_role.max_model_len, 1),
-        timing=timing,
+        timing=None if timing is None else timing(shape, spec.groups).of(role),
         longest=planned.deployment.spec.model.max_model_len or 1,
         is_set=True,
     )

@@ -172,8 +172,19 @@ def meets_workload(outlook: Outlook) -> bool | None:
     if outlook.misses:
         return False
     if _has_targets(outlook):
-        return None if outlook.decode.case.timing is None else True
+        return None if _unchecked(outlook) else True
     return None if work.running is None else True
+
+
+def _unchecked(outlook: Outlook) -> list[str]:
+    """What is stated that nothing predicts a time for."""
+    work, prefill, decode = outlook.workload, outlook.prefill, outlook.decode
+    stated = {
+        "target TPOT": (work.tpot_s, decode),
+        "target TTFT": (work.ttft_s, prefill),
+        "whether prefill feeds the rate": (work.requests_per_second, prefill),
+    }
+    return [name for name, (value, role) in stated.items() if value is not None and role.case.timing is None]
 
 
 def _has_targets(outlook: Outlook) -> bool:
@@ -184,7 +195,7 @@ def _what_was_checked(outlook: Outlook) -> str:
     if meets_workload(outlook):
         return ", and meets what is stated, at assumed lengths" if outlook.is_assumed else ", and meets the workload"
     if _has_targets(outlook):
-        return "; targets not checked: there are no predictions"
+        return f"; {' and '.join(_unchecked(outlook))} not checked: nothing predicts it"
     return "" if outlook.is_assumed else "; no target stated"
 
 

@@ -51,8 +51,14 @@ class Timing(Struct, frozen=True):
     prefill_band_s: Callable[[int, int], tuple[float, float]] | None = None
     arriving_ttft: Callable[[], Prediction | None] = lambda: None
     """-> mean time to the first token of prompts that come at the workload's rate, with their waits; None without."""
+    is_prefill_known: bool = True
+    """Whether prompts have times at all: they need FLOPs, which steps of decode do not."""
     reservation_s: float | None = None
     """How long decode keeps room for a prompt; None where that is not judged."""
+
+    def of(self, role: Role) -> Timing | None:
+        """The same for a role; None where nothing predicts its times."""
+        return self if self.is_prefill_known or role is Role.DECODE else None
 
 
 class Case(Struct, frozen=True):

@@ -18,6 +18,7 @@ from kimi_operator.planner.memory import GroupShape
 from kimi_operator.planner.pools import Room, Settings, num_slots
 from kimi_operator.planner.solve import solve
 from kimi_operator.planner.space import longest_request
+from kimi_operator.planner.targets import TTFT
 from kimi_operator.planner.workload import Workload, check_lengths, workload_of
 
 FIELD = "spec.workload"
@@ -102,7 +103,7 @@ def _case(s: Settings, room: Room, demand: Demand, slots: int | None) -> Case:
         budget=Budget(s.profile.gpu.memory, room.lines, pool),
         most_seqs=role_spec.max_num_seqs or s.profile.limits.max_num_seqs,
         max_positions=longest_of(s),
-        timing=None if demand.timing is None else demand.timing(room.shape, role_spec.groups),
+        timing=None if demand.timing is None else demand.timing(room.shape, role_spec.groups).of(room.role),
         longest=s.longest,
         is_set=slots is not None,
     )
@@ -127,9 +128,19 @@ def shortfalls(s: Settings, room: Room, demand: Demand, solution: Solution) -> I
         best = _best(s, room, demand) if is_stated else solution
         load = load_on(demand.workload, layout_of(s.spec), demand.timing)
         misses = with_room(misses, solution, best, field, load)
-    for problem in (*misses, *solution.doubts):
+    for problem in (*misses, *solution.doubts, *_unpredicted(s, room, demand)):
         of_workload = problem.field.startswith("workload.")
         yield replace(problem, field=f"spec.{problem.field}") if of_workload else problem
+
+
+def _unpredicted(s: Settings, room: Room, demand: Demand) -> Iterator[Problem]:
+    """A target TTFT where steps of decode have times and prompts have none."""
+    target_s = demand.workload.ttft_s
+    if room.role is not Role.PREFILL or target_s is None or demand.timing is None:
+        return
+    if demand.timing(room.shape, s.spec.prefill.groups).of(room.role) is None:
+        expected = "times of prompts to hold it against, which need gpu.bf16FlopsPerSecond of the HardwareProfile"
+        yield Problem(TTFT, f"{target_s:g} s", expected, "it is left aside: state them in a profile of your own")
 
 
 def unfilled(s: Settings, room: Room, demand: Demand, solution: Solution) -> Problem | None:

@@ -88,7 +88,7 @@ def load_on(work: Workload, layout: Layout, timing: Callable[[GroupShape, int], 
     if timing is None:
         return load_of(work, lanes, None)
     of_prefill, of_decode = (timing(layout.shape(role), layout.groups(role)) for role in (prefill, decode))
-    return load_of(work, lanes, (of_prefill, of_decode))
+    return load_of(work, lanes, (of_prefill, of_decode) if of_prefill.is_prefill_known else None)
 
 
 def _remedy(problem: Problem, request: Search, spec: KimiDeploymentSpec) -> str:

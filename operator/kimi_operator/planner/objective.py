@@ -91,7 +91,8 @@ class Forecast(Struct, frozen=True, dict=True):
         A prompt is computed beside those of other lanes, as many as the workload keeps busy.
         """
         setup, clients = self.setup(shape), self.workload.concurrency
-        busy_lanes = self.busy_lanes(setup, groups)
+        is_prefill_known = setup.chip.bf16_flops is not None
+        busy_lanes = self.busy_lanes(setup, groups) if is_prefill_known else 1
         most = None if clients is None else ceil_div(clients, groups)
 
         def step(seqs: int, tokens: int) -> DecodeLoad:
@@ -107,6 +108,7 @@ class Forecast(Struct, frozen=True, dict=True):
             decode_band_s=lambda seqs, tokens: _band_s(decode_step_ms(setup, step(seqs, tokens), self.decode)),
             prefill_band_s=lambda new, cached: _band_s(prefill_ms(setup, prompt(new, cached), self.prefill)),
             arriving_ttft=lambda: self.arriving_ttft(shape, groups),
+            is_prefill_known=is_prefill_known,
             reservation_s=self.reservation_s,
         )
 

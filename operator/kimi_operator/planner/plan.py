@@ -148,7 +148,8 @@ def _late(s: Settings, plan: Plan, speed: Speed) -> Problem | None:
         timing = speed(s.kv_dtype, Workload(prompt, fixed(1), concurrency=1))
     except InvalidSpec:
         return None
-    return late_longest(plan.prefill.max_model_len, timing(shape_of(s, Role.PREFILL), 1))
+    of_prefill = timing(shape_of(s, Role.PREFILL), 1).of(Role.PREFILL)
+    return None if of_prefill is None else late_longest(plan.prefill.max_model_len, of_prefill)
 
 
 def _cut(s: Settings, role: Role, demand: Demand | None) -> _Cut | Problem:

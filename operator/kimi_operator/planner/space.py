@@ -132,7 +132,7 @@ class Search(Struct, frozen=True, dict=True):
             budget=budget,
             most_seqs=stated or self._most_seqs(budget),
             max_positions=self.longest,
-            timing=None if self.timing is None else self.timing(shape, groups),
+            timing=None if self.timing is None else self.timing(shape, groups).of(role),
             longest=self.max_model_len or 1,
             is_set=stated is not None,
         )

@@ -27,7 +27,7 @@ def plan_on(a: Architecture, spec: KimiDeploymentSpec, profile: HardwareProfile)
     """
 
     def speed(kv_dtype: DType, workload: Workload) -> TimingOf:
-        return forecast_of(a, profile, kv_dtype, workload).timing
+        return timing_of(a, profile, kv_dtype, workload)
 
     plan = make_plan(a, spec, profile, speed)
     if unsupported := support_problem(profile):
@@ -44,11 +44,21 @@ def forecast_of(a: Architecture, profile: HardwareProfile, kv_dtype: DType, work
 
     Raises InvalidSpec when the profile does not state bandwidth and FLOPs: no time follows without them.
     """
-    one_gpu, decode = decode_forecast(a, profile, kv_dtype)
-    if one_gpu.chip.bf16_flops is None:
-        field = f"HardwareProfile {one_gpu.chip.name}: spec.gpu.bf16FlopsPerSecond"
+    if profile.spec.gpu.bf16_flops_per_second is None:
+        decode_forecast(a, profile, kv_dtype)
+        field = f"HardwareProfile {profile.metadata.name}: spec.gpu.bf16FlopsPerSecond"
         remedy = "state the peak of dense bfloat16 in a HardwareProfile of your own, then kimictl profile calibrate"
         raise InvalidSpec((Problem(field, "nothing", "operations a second", remedy),))
+    return _forecast(a, profile, kv_dtype, workload)
+
+
+def timing_of(a: Architecture, profile: HardwareProfile, kv_dtype: DType, workload: Workload) -> TimingOf:
+    """The same times of any layout, or those of decode alone without FLOPs. Raises InvalidSpec without bandwidth."""
+    return _forecast(a, profile, kv_dtype, workload).timing
+
+
+def _forecast(a: Architecture, profile: HardwareProfile, kv_dtype: DType, workload: Workload) -> Forecast:
+    one_gpu, decode = decode_forecast(a, profile, kv_dtype)
 
     def setup(shape: GroupShape) -> Setup:
         return replace(one_gpu, shape=shape)

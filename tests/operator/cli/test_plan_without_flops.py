@@ -8,9 +8,14 @@ from typing import Any
 
 import pytest
 import yaml
-from kimi_operator.api.base import dump
+from kimi_operator.api import KimiDeployment
+from kimi_operator.api.base import dump, parse
 from kimi_operator.cli import main
-from kimi_operator.profiles import built_in_profiles
+from kimi_operator.planner import Plan
+from kimi_operator.profiles import architecture, built_in_profiles
+from kimi_operator.profiles.forecast import plan_on
+
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 
 REASON = "HardwareProfile mi308x: spec.gpu.bf16FlopsPerSecond: got nothing"
 
@@ -85,3 +90,28 @@ def test_a_chip_without_bandwidth_has_no_predictions(capsys: pytest.CaptureFixtu
     found = speed(capsys, "-f", str(profile), "--chip", "bare")
     assert found.keys() == {"predicted", "reason"}
     assert "spec.gpu.hbmBytesPerSecond" in found["reason"]
+
+
+@pytest.mark.parametrize("times", [0.3, 0.99, 1.01, 2.0])
+def test_a_target_of_a_step_is_judged_by_bytes(capsys: pytest.CaptureFixture[str], times: float) -> None:
+    """And within the band not for sure; in the warnings of a manifest's plan too."""
+    load = ("--chip", "mi308x", "--prompt-tokens", "4000", "--output-tokens", "500", "--max-num-seqs", "16")
+    step = speed(capsys, *load)["tpot"]["value"]
+    status, out, _ = run(capsys, *load, "--target-tpot", f"{times * step:.3f}ms")
+    assert status == (times < 1)
+    assert ("misses: --target-tpot" in out) == (times < 1)
+    assert ("warning: --target-tpot" in out) == (times == 1.01)
+    assert ("not sure" in out or "to be sure" in out) == (abs(times - 1) < 0.1)
+    document = yaml.safe_load((EXAMPLES / "mi300x-2p2d.yaml").read_text())
+    document["spec"]["hardware"]["profile"] = "mi308x"
+    document["spec"]["workload"] = {
+        "prompt": {"fixed": 4000}, "output": {"fixed": 500},
+        "targets": {"tpotSeconds": round(times * step / 1e3, 6), "ttftSeconds": 1},
+    }  # fmt: skip
+    for role in ("prefill", "decode"):
+        document["spec"][role]["maxNumSeqs"] = 8
+    plan = plan_on(architecture("kimi-k3"), parse(KimiDeployment, document).spec, built_in_profiles()["mi308x"])
+    assert isinstance(plan, Plan), str(plan)
+    assert any(each.startswith("spec.workload.targets.tpotSeconds: ") for each in plan.warnings) == (times < 1.5)
+    (left,) = [each for each in plan.warnings if each.startswith("spec.workload.targets.ttftSeconds: ")]
+    assert "bf16FlopsPerSecond" in left

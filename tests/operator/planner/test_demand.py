@@ -167,8 +167,15 @@ def test_targets_without_predictions_are_left_aside_and_it_says_so() -> None:
     alone = make_plan(K3, asked(targets), PROFILES["mi300x"])
     assert isinstance(alone, Plan)
     assert alone.warnings == ("spec.workload.targets are left aside: nothing predicts times here",)
+    document = dump(PROFILES["mi300x"])
+    for part in (document["spec"]["basis"], document["spec"]["sources"]):
+        del part["gpu.hbmBytesPerSecond"]
+    del document["spec"]["gpu"]["hbmBytesPerSecond"]
+    (warning,) = plan(targets, parse(HardwareProfile, document)).warnings
+    assert "left aside: HardwareProfile mi300x: spec.gpu.hbmBytesPerSecond: got nothing" in warning
+    # steps of decode need no FLOPs
     (warning,) = plan(targets, PROFILES["mi308x"]).warnings
-    assert "left aside: HardwareProfile mi308x: spec.gpu.bf16FlopsPerSecond: got nothing" in warning
+    assert warning.startswith("spec.workload.targets.tpotSeconds: got 0.001 s, expected at least")
     assert alone.decode.max_num_seqs == plan({}).decode.max_num_seqs
 
 
