@@ -19,15 +19,16 @@ from kimi_operator.cli.text import meets_workload, total_of
 from kimi_operator.errors import Problem
 from kimi_operator.planner.case import Solution
 from kimi_operator.planner.designs import compare_designs
+from kimi_operator.planner.layout import MAX_NODES
 from kimi_operator.planner.predict import PREFILL, Prediction
 from kimi_operator.planner.workload import Workload
 
 
-def plan_document(outlook: Outlook, cost: Cost | None, search: str | None = None) -> dict[str, Any]:
+def plan_document(outlook: Outlook, cost: Cost | None) -> dict[str, Any]:
     """Everything about a plan that fits. Sizes in bytes, times and rates with their band, unit and calibration.
 
-    `to_rank_layouts` is the command that gives every layout of a manifest's nodes with its figures, of which the text
-    names one that is much better: it takes as long as all the rest. Null for a plan of flags.
+    `to_rank_layouts` is what ranks every layout of so many nodes, in place of flags of one layout: a plan for people
+    names one that is much better, by a search that takes as long as all the rest. Null for more nodes than it takes.
     `meets_workload` is null where neither a load nor a target was stated, or none could be checked;
     `not_sure` are targets that are met within the prediction's band alone.
     """
@@ -36,6 +37,7 @@ def plan_document(outlook: Outlook, cost: Cost | None, search: str | None = None
         "meets_workload": meets_workload(outlook),
         **to_builtins(outlook.plan),
         "nodes": outlook.nodes,
+        "to_rank_layouts": f"--search {outlook.nodes}" if outlook.nodes <= MAX_NODES else None,
         "deployment": dump(outlook.planned.deployment),
         "workload": _workload(outlook),
         "misses": _problems(outlook.misses),
@@ -45,7 +47,6 @@ def plan_document(outlook: Outlook, cost: Cost | None, search: str | None = None
         "contexts": [to_builtins(point) for point in contexts(outlook)],
         "designs": to_builtins(compare_designs(outlook.planned.architecture, outlook.plan, outlook.plan.decode)),
     }
-    document["to_rank_layouts"] = search
     if cost is not None:
         document["cost"] = to_builtins(cost)
     return document

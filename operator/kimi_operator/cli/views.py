@@ -53,11 +53,11 @@ def answer(files: list[Path], flags: Flags, output: str) -> Answer:
     cost = None if show.cost is None else cost_of(outlook, show.cost)
     if show.explain is not None:
         return _explained(outlook, cost, show.explain, output), FITS
-    search, is_for_people = None, output not in ("json", "yaml")
-    # a script of flags chose its layout, and its document is the same however they are written
-    if outlook.nodes <= MAX_NODES and (is_for_people or not asked.is_from_flags):
+    # a search takes as long as all the rest: for scripts its flag stands in the document
+    if outlook.nodes <= MAX_NODES and output not in ("json", "yaml"):
         search = search_command(program_name(sys.argv[0]), files, deployment, workload, outlook.nodes)
-    return _shown(outlook, cost, output, search), DOES_NOT_FIT if outlook.misses else FITS
+        outlook = replace(outlook, better=better_layout(outlook, search))
+    return _shown(outlook, cost, output), DOES_NOT_FIT if outlook.misses else FITS
 
 
 def lines(each: Iterable[str]) -> str:
@@ -65,12 +65,9 @@ def lines(each: Iterable[str]) -> str:
     return "".join(f"{line}\n" for line in each)
 
 
-def _shown(outlook: Outlook, cost: Cost | None, output: str, search: str | None) -> str:
-    """The plan; `search` is the command that ranks other layouts, of which only people are told the best at once."""
+def _shown(outlook: Outlook, cost: Cost | None, output: str) -> str:
     if output in ("json", "yaml"):
-        return dumped(plan_document(outlook, cost, search and f"{search} -o {output}"), output)
-    if search is not None:
-        outlook = replace(outlook, better=better_layout(outlook, search))
+        return dumped(plan_document(outlook, cost), output)
     if output == "markdown":
         from kimi_operator.cli.markdown import plan_markdown  # noqa: PLC0415
 
