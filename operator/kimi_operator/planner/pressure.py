@@ -17,9 +17,9 @@ class Row(Struct, frozen=True):
 
     start_s: float
     computed_per_s: float
-    """Prompt tokens that turns asked in this time need computed, a second: the load on prefill."""
+    """Prompt tokens that lanes of prefill computed in this time, a second; those of a prompt spread evenly."""
     prompt_per_s: float
-    """The same without any reuse."""
+    """Those of turns asked in this time, without any reuse."""
     prefill_busy: float
     """Share of the lanes' time that was used."""
     held: float
@@ -79,7 +79,7 @@ def summarise(replayed: Replayed, service: Service) -> Summary:
         refused_turns=sum(turn.ahead >= lane.max_queued for turn in turns),
         expired_turns=sum(turn.first_s - turn.admitted_s > lane.reservation_s for turn in turns),
         duration_s=duration_s,
-        computed_tokens=whole.computed_tokens,
+        computed_tokens=sum(turn.computed_tokens for turn in turns),
         recomputed_tokens=sum(turn.computed_tokens - turn.prompt_tokens + turn.context_tokens for turn in turns),
         prompt_tokens=whole.prompt_tokens,
         output_tokens=sum(turn.output_tokens for turn in turns),
@@ -147,7 +147,7 @@ class _Stretch(Struct):
     """Sums and peaks of a stretch of time."""
 
     start_s: float
-    computed_tokens: int = 0
+    computed_tokens: float = 0.0
     prompt_tokens: int = 0
     busy_s: float = 0.0
     held_s: float = 0.0
@@ -167,17 +167,24 @@ def _stretches(replayed: Replayed, end_s: float, row_s: float) -> Iterator[_Stre
     """The time to `end_s` in rows, from one walk over the turns and one over the levels."""
     found = [_Stretch(i * row_s) for i in range(math.ceil(end_s / row_s) if end_s else 0)]
     for turn in replayed.turns:
-        stretch = found[min(int(turn.asked_s / row_s), len(found) - 1)]
-        stretch.computed_tokens += turn.computed_tokens
-        stretch.prompt_tokens += turn.prompt_tokens
+        found[min(int(turn.asked_s / row_s), len(found) - 1)].prompt_tokens += turn.prompt_tokens
+        per_s = turn.computed_tokens / (turn.first_s - turn.prefill_s)
+        for stretch, seconds in _parts(found, row_s, turn.prefill_s, turn.first_s):
+            stretch.computed_tokens += per_s * seconds
     for level, following in pairwise(replayed.levels):
-        first, last = (min(int(each.since_s / row_s), len(found) - 1) for each in (level, following))
-        for stretch in found[first : last + 1]:
-            seconds = min(following.since_s, stretch.start_s + row_s) - max(level.since_s, stretch.start_s)
-            # a level that ends where a row begins has lasted no time in it
-            if seconds > 0:
-                _add(stretch, level, seconds)
+        for stretch, seconds in _parts(found, row_s, level.since_s, following.since_s):
+            _add(stretch, level, seconds)
     yield from found
+
+
+def _parts(found: Sequence[_Stretch], row_s: float, from_s: float, to_s: float) -> Iterator[tuple[_Stretch, float]]:
+    """Rows that a time lies in, and how much of it."""
+    first, last = (min(int(each_s / row_s), len(found) - 1) for each_s in (from_s, to_s))
+    for stretch in found[first : last + 1]:
+        seconds = min(to_s, stretch.start_s + row_s) - max(from_s, stretch.start_s)
+        # what ends where a row begins has lasted no time in it
+        if seconds > 0:
+            yield stretch, seconds
 
 
 def _add(stretch: _Stretch, level: Level, seconds: float) -> None:

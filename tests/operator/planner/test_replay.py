@@ -203,6 +203,16 @@ def test_the_rows_add_up_to_the_whole() -> None:
     assert total([row.prefill_busy for row in rows], lengths) == pytest.approx(busy_s)
 
 
+def test_tokens_are_counted_where_they_are_computed() -> None:
+    """A prompt of 3 s, asked at 3.5 s, in rows of 2 s; and no row computes without lanes that are busy."""
+    service = changed(FLAT, prefill_groups=1, prefill_step_s=lambda *_: 3.0)
+    rows = table(replay([Session(3.5, (Turn(300, 1, 0.0),))], service), service, row_s=2.0)
+    assert [row.computed_per_s for row in rows] == pytest.approx([0, 25, 100, 100])
+    assert [row.prompt_per_s for row in rows] == pytest.approx([0, 150, 0, 0])
+    for row in table(replay(draw(AGENTS, 5), TIGHT), TIGHT, row_s=1.0):
+        assert (row.computed_per_s > 0) == (row.prefill_busy > 0)
+
+
 def test_a_last_row_that_is_cut_short_divides_by_its_length() -> None:
     """Two turns of 100 tokens, at 0 s and 10 s, each a second of prefill and one of decode: 12 s in rows of 8 s."""
     sessions = [Session(start_s, (Turn(100, 11, 0.0),)) for start_s in (0.0, 10.0)]
