@@ -44,7 +44,7 @@ from kimi_operator.planner.predict import (
 from kimi_operator.planner.reservation import RESERVATION
 from kimi_operator.planner.roofline import DecodeLoad, Setup
 from kimi_operator.planner.solve import solve, stretches, unused
-from kimi_operator.planner.targets import Judged, told
+from kimi_operator.planner.targets import Verdict, told
 from kimi_operator.planner.units import ceil_div, most
 from kimi_operator.planner.workload import Workload, check_lengths, fixed
 from kimi_operator.profiles.forecast import decode_forecast, forecast_of, timing_of
@@ -79,7 +79,7 @@ def look_ahead(planned: Planned, stated: Workload | None, *, is_assumed: bool | 
             speed = _speed(roles[Role.PREFILL], roles[Role.DECODE], served, forecast)
         except ValueError as error:
             no_speed = str(error)
-    waits: tuple[Judged, ...] = ()
+    waits: tuple[Verdict, ...] = ()
     if forecast is not None and speed is not None:
         waits = forecast.queued(roles[Role.PREFILL].shape, roles[Role.PREFILL].groups, speed.at)
     decode_speed = _decode_speed(planned, plan, roles, served) if forecast is None and not too_long else None
@@ -107,7 +107,7 @@ def look_ahead(planned: Planned, stated: Workload | None, *, is_assumed: bool | 
 
 
 def _told(
-    roles: Mapping[Role, RoleOutlook], waits: Iterable[Judged]
+    roles: Mapping[Role, RoleOutlook], waits: Iterable[Verdict]
 ) -> tuple[tuple[Problem, ...], tuple[Problem, ...]]:
     """Why the plan's settings do not meet the workload, or barely."""
     outcomes = [role.at_plan for role in roles.values()]

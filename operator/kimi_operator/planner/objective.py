@@ -12,10 +12,13 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from kimi_operator.api.deployment import Role
+from kimi_operator.errors import Problem
 from kimi_operator.planner.case import Solution, Timing
 from kimi_operator.planner.memory import GroupShape
 from kimi_operator.planner.predict import (
+    PAGES,
     PREFILL,
+    SLOTS,
     Calibration,
     Capacity,
     Curve,
@@ -33,8 +36,8 @@ from kimi_operator.planner.predict import (
 from kimi_operator.planner.reservation import RESERVATION, raised
 from kimi_operator.planner.roofline import DecodeLoad, PrefillLoad, Setup, token_pairs
 from kimi_operator.planner.space import Layout
-from kimi_operator.planner.targets import TTFT, Judged
-from kimi_operator.planner.units import ceil_div
+from kimi_operator.planner.targets import TTFT, Judged, Unserved, Verdict
+from kimi_operator.planner.units import binding, ceil_div
 from kimi_operator.planner.workload import Workload
 
 UNEVEN = 1.5
@@ -197,8 +200,10 @@ class Forecast(Struct, frozen=True, dict=True):
         value, low, high = (max(prompt_ms, ttft_ms(prompt_ms, tpot_ms)) for prompt_ms, tpot_ms in ends)
         return Prediction(value, low, high, "ms", prompt.calibrated_on)
 
-    def queued(self, shape: GroupShape, groups: int, point: CurvePoint) -> tuple[Judged, ...]:
-        """What is held against the wait of prompts; nothing without a wait."""
+    def queued(self, shape: GroupShape, groups: int, point: CurvePoint) -> tuple[Verdict, ...]:
+        """What is held against the wait of prompts, or a rate that memory does not serve; else nothing."""
+        if self.workload.requests_per_second is not None:
+            return self._unserved(point)
         ttft = self.waiting_ttft(shape, groups, point)
         if ttft is None:
             return ()
@@ -215,6 +220,17 @@ class Forecast(Struct, frozen=True, dict=True):
             found.append(self._kept(self._ttft_of_prefill(shape, groups, point, point.held), point))
         return tuple(found)
 
+    def _unserved(self, point: CurvePoint) -> tuple[Verdict, ...]:
+        """A rate whose requests find no memory, as others hold it while prompts are computed: solutions count none."""
+        if point.binds not in (PAGES, SLOTS):
+            return ()
+        served = point.tokens_per_second.value / self.request.output_tokens
+        expected = f"at most {served:.3g}, where {binding(point.binds)}, held by {point.held:,} in prefill and decode"
+        # a lower rate would have maxNumSeqs, and so the slots, cut for it
+        remedy = "raise maxNumSeqs of decode" if point.binds == SLOTS else "add groups to decode, or lower it"
+        rate = f"{float(self.workload.requests_per_second or 0):g}"
+        return (Unserved((Problem("workload.requestsPerSecond", rate, expected, remedy),)),)
+
     def _kept(self, ttft: Prediction, point: CurvePoint) -> Judged:
         """How long decode keeps room, beside the wait for prefill."""
         assert self.reservation_s is not None
@@ -223,9 +239,11 @@ class Forecast(Struct, frozen=True, dict=True):
         remedy = raised("it", longest_s, "add groups to prefill, or lower the load")
         return Judged(RESERVATION, self.reservation_s, ttft.value / 1e3, (low_s, longest_s), what, remedy)
 
-    def queued_on(self, layout: Layout, decode: Solution) -> tuple[Judged, ...]:
+    def queued_on(self, layout: Layout, decode: Solution) -> tuple[Verdict, ...]:
         """The same of a layout, at the load that its throughput is of."""
         work, point = self.workload, self._point(layout, decode)
+        if work.requests_per_second is not None:
+            return self._unserved(point)
         is_kept = work.concurrency is not None and self.reservation_s is not None
         if not (is_kept or work.ttft_s is not None) or not point.waits:
             return ()

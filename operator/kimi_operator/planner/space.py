@@ -26,7 +26,7 @@ from kimi_operator.planner.memory import (
 )
 from kimi_operator.planner.pools import Units, num_slots, seqs_by_context
 from kimi_operator.planner.solve import solve
-from kimi_operator.planner.targets import Judged
+from kimi_operator.planner.targets import Verdict
 from kimi_operator.planner.unified import block_layout
 from kimi_operator.planner.workload import Workload
 
@@ -60,7 +60,7 @@ class Layout(Struct, frozen=True):
         return ", ".join(f"{role}: {self.groups(role)} x {self.shape(role).in_nodes}" for role in Role)
 
 
-def _no_wait(_layout: Layout, _decode: Solution) -> tuple[Judged, ...]:
+def _no_wait(_layout: Layout, _decode: Solution) -> tuple[Verdict, ...]:
     """Without predictions nobody can say what waits."""
     return ()
 
@@ -88,7 +88,7 @@ class Search(Struct, frozen=True, dict=True):
     throughput: Callable[[Layout, Solution], float] | None = None
     """(layout, decode) -> requests or tokens a second, more is better. Without it capacity ranks, and
     then the fewest prefill groups win: capacity knows nothing of how fast prompts come."""
-    queued: Callable[[Layout, Solution], tuple[Judged, ...]] = _no_wait
+    queued: Callable[[Layout, Solution], tuple[Verdict, ...]] = _no_wait
     """(layout, decode) -> what is held against the wait for a prefill lane; nothing where none waits."""
 
     def outcome(self, role: Role, shape: GroupShape, groups: int) -> Solution | Problem:

@@ -59,6 +59,17 @@ class Judged(Struct, frozen=True):
         return f"within the band of {seconds_text(*self.band_s)}"
 
 
+class Unserved(Struct, frozen=True):
+    """A load that is not served in full."""
+
+    misses: tuple[Problem, ...]
+    doubts: tuple[Problem, ...] = ()
+
+
+Verdict = Judged | Unserved
+"""On a layout as a whole, beside those on its roles."""
+
+
 def missed(case: Case, seqs: int) -> Iterator[Problem]:
     """Targets that are not met: by not even one request of a lane, or by a captured batch of more."""
     for each in _judged(case, seqs):
@@ -71,9 +82,13 @@ def doubted(case: Case, seqs: int) -> Iterator[Problem]:
         yield from each.doubts
 
 
-def told(solutions: Iterable[Solution], waits: Iterable[Judged]) -> tuple[tuple[Problem, ...], tuple[Problem, ...]]:
+def told(solutions: Iterable[Solution], waits: Iterable[Verdict]) -> tuple[tuple[Problem, ...], tuple[Problem, ...]]:
     """What a layout misses; and what it meets within the band alone, unless it is missed for another reason."""
-    judged: tuple[Solution | Judged, ...] = (*solutions, *waits)
+    roles = tuple(solutions)
+    told_of = {miss.field for each in roles for miss in each.misses}
+    # a load that a role misses need not be told twice
+    others = (each for each in waits if isinstance(each, Judged) or told_of.isdisjoint(m.field for m in each.misses))
+    judged: tuple[Solution | Verdict, ...] = (*roles, *others)
     misses = tuple(miss for each in judged for miss in each.misses)
     fields = {miss.field for miss in misses}
     return misses, tuple(doubt for each in judged for doubt in each.doubts if doubt.field not in fields)

@@ -166,6 +166,25 @@ def test_a_rate_keeps_those_in_prefill_under_way_too(run: Run, rate: float) -> N
 
 
 @pytest.mark.parametrize(
+    ("rate", "told", "flags"),
+    [
+        (0.6, "KV pages bind, held by 72 in prefill and decode; add groups to decode", ("--decode-groups", 2)),
+        (0.3, "state slots bind, held by 32 in prefill and decode; raise maxNumSeqs", ("--max-num-seqs", 4)),
+    ],
+)
+def test_a_rate_that_memory_does_not_serve_is_a_miss(
+    run: Run, rate: float, told: str, flags: tuple[object, ...]
+) -> None:
+    """Decode has room for what runs, and none for what is in prefill beside it."""
+    load = (*MEMORY, "--requests-per-second", rate, "--target-tpot", "200ms" if rate > 0.5 else "110ms")
+    served = speed_of(run, *load)["throughput"]["value"] / 500
+    status, out, _ = run("plan", "--chip", "mi300x", *load)
+    assert status == 1
+    assert f"misses: --requests-per-second: got {rate:g}, expected at most {served:.3g}, where {told}" in out
+    assert run("plan", "--chip", "mi300x", *load, *flags)[0] == 0, "the remedy"
+
+
+@pytest.mark.parametrize(
     ("lengths", "at_once"), [(UNFED, 200), (("--prompt-tokens", 14_336, "--output-tokens", 2_048), 184)]
 )
 def test_the_band_of_a_wait_holds_both_phases(run: Run, lengths: tuple[object, ...], at_once: int) -> None:
