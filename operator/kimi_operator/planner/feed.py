@@ -10,6 +10,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from kimi_operator.planner.case import Timing
+from kimi_operator.planner.pools import num_slots
 from kimi_operator.planner.units import ceil_div, counted
 from kimi_operator.planner.workload import Workload
 
@@ -62,11 +63,15 @@ def load_of(work: Workload, lanes: tuple[int, int], timings: tuple[Timing, Timin
     if timings is None:
         return load
     prefill, decode = timings
+    fed = fed_per_s(work, prefill, lanes[0])
+    prompt_s = lanes[0] / fed
 
     def lane_per_s(seqs: int) -> float:
-        return seqs / (float(work.output.mean) * decode.decode_step_s(seqs, work.mean_context))
+        answer_s = float(work.output.mean) * decode.decode_step_s(seqs, work.mean_context)
+        # a request has its slot before its prompt is computed
+        return min(seqs / answer_s, num_slots(seqs) / (prompt_s + answer_s))
 
-    return replace(load, feed=Feed(fed_per_s(work, prefill, lanes[0]), lanes[1], lane_per_s))
+    return replace(load, feed=Feed(fed, lanes[1], lane_per_s))
 
 
 def fed_per_s(work: Workload, timing: Timing, lanes: int) -> float:

@@ -139,6 +139,14 @@ def test_prompts_that_hold_memory_of_decode_bind_the_output(run: Run) -> None:
     assert "KV pages bind, held by 72 in prefill and decode; knee at 72, of which decode runs 64" in text
 
 
+def test_no_prefill_is_advised_where_memory_binds(run: Run) -> None:
+    """12 groups of prefill feed less than full lanes of decode serve, and more than lanes with prompts in prefill."""
+    lengths = ("--nodes-per-group", 2, "--prompt-tokens", 60_000, "--output-tokens", 500)
+    out = run("plan", "--chip", "mi300x", *lengths, "--prefill-groups", 12, "--concurrency", 128)[1]
+    assert "; KV pages bind, held by 72" in out
+    assert "where pages bind; use 16 lanes, or lower it" in out
+
+
 def test_those_that_wait_for_memory_are_in_the_time_to_the_first_token(run: Run) -> None:
     """Little's law over a whole request, as where prefill binds; replays give 227 to 263 s."""
     speed = speed_of(run, *MEMORY, "--concurrency", 128)

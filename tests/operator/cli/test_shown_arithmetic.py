@@ -108,6 +108,8 @@ SHORT = WorkloadFlags(prompt_tokens="64", output_tokens="4000", concurrency=9000
 COMES = WorkloadFlags(prompt_tokens="4000", output_tokens="500", target_tpot="150ms")
 RATE = WorkloadFlags(prompt_tokens="4000", output_tokens="500", requests_per_second=0.8, target_tpot="300ms")
 HELD = WorkloadFlags(prompt_tokens="30000", output_tokens="4000", concurrency=150)
+BEYOND = WorkloadFlags(prompt_tokens="60000", output_tokens="500", requests_per_second=0.6, target_tpot="200ms")
+MANY_PROMPTS = DeploymentFlags(chip="mi300x", nodes_per_group=2, prefill_groups=16)
 WHOLE_NODE = DeploymentFlags(chip="mi325x", tensor_parallel=8, nodes_per_group=1, kv_cache="FP32")
 PLANS = {
     "limits stated": Asked("mi300x-2p2d.yaml"),
@@ -119,6 +121,7 @@ PLANS = {
     "prefill binds": Asked(flags=DeploymentFlags(chip="mi300x"), work=LONG),
     "a rate": Asked(flags=DeploymentFlags(chip="mi300x"), work=RATE),
     "memory binds": Asked(flags=DeploymentFlags(chip="mi300x"), work=HELD),
+    "a rate beyond memory": Asked(flags=MANY_PROMPTS, work=BEYOND),
     "lanes bind": Asked(flags=DeploymentFlags(chip="mi325x", prefill_groups=4), work=SHORT),
     "rows and layout stated": Asked(flags=WHOLE_NODE),
     "a rate that is served": Asked(flags=DeploymentFlags(chip="mi300x"), work=replace(COMES, requests_per_second=0.7)),
