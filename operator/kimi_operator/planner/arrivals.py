@@ -53,7 +53,7 @@ def _compute(service: Service, turns: Sequence[Served]) -> None:
         while waiting and waiting[0].asked_s == now_s:
             for group in groups:
                 group.settle()
-            lane, turn = lanes[least_loaded(lanes)], waiting.popleft()
+            lane, turn = lanes[least_loaded(groups)], waiting.popleft()
             lane.send(turn.computed_tokens)
             lane.prompts.append(turn)
         for i, group in enumerate(groups):

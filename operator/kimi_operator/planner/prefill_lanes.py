@@ -148,6 +148,12 @@ class PrefillGroup(Struct):
             self.unsettled = 0
 
 
-def least_loaded(lanes: Sequence[PrefillLane]) -> int:
+def least_loaded(groups: Sequence[PrefillGroup]) -> int:
     """Where the router sends a prompt. It forgets at a lane's report what waits elsewhere for memory; not so here."""
-    return min(range(len(lanes)), key=lambda i: (lanes[i].to_compute, lanes[i].sent))
+    loads = [
+        (lane.to_compute, of_group, lane.sent)
+        for group in groups
+        for of_group in [sum(lane.to_compute for lane in group.lanes)]
+        for lane in group.lanes
+    ]
+    return min(range(len(loads)), key=loads.__getitem__)

@@ -106,7 +106,13 @@ class _State(Struct, kw_only=True):
             return
         self.asked[session] += 1
         self.contexts[session] = whole
-        number = max(range(len(self.lanes)), key=lambda i: (-self.lanes[i].load, self.lanes[i].free_pages))
+        loads = [
+            (-lane.load, lane.free_pages, -of_group)
+            for each in self.groups
+            for of_group in [sum(lane.load for lane in each.lanes)]
+            for lane in each.lanes
+        ]
+        number = max(range(len(loads)), key=loads.__getitem__)
         lane = self.lanes[number]
         for group in self.prefill_groups:
             group.settle()
@@ -119,7 +125,7 @@ class _State(Struct, kw_only=True):
             output_tokens=turn.output_tokens,
             pages=pages,
             lane=number,
-            prefill_lane=least_loaded(self.prefill_lanes),
+            prefill_lane=least_loaded(self.prefill_groups),
             ahead=len(lane.waiting),
             asked_s=now_s,
         )

@@ -95,6 +95,7 @@ class Driven:
             LaneView(
                 LaneKey("decode", number), "", "", can_prefill=False, queued_tokens=0,
                 free_pages=lane.memory.pages.num_free, room=self.service.lane.max_running - lane.num_requests,
+                group=str(number // self.service.lanes),
             )
             for number, lane in enumerate(self.lanes)
         ]  # fmt: skip
@@ -103,6 +104,7 @@ class Driven:
             LaneView(
                 LaneKey("prefill", number), "", "", can_prefill=False, queued_tokens=queued[number],
                 free_pages=0, room=self.service.prefill_running - lane.num_requests - promised[number],
+                group=str(number // self.service.prefill_lanes),
             )
             for number, lane in enumerate(self.prefills)
         ]  # fmt: skip

@@ -1,5 +1,6 @@
 """The choice of lanes, without any I/O."""
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -58,6 +59,32 @@ def test_the_pick_is_the_best_allowed(decodes: list[LaneView], prefills: list[La
     if pair.prefill:
         partners = [prefill for decode, prefill in allowed if decode == pair.decode and prefill]
         assert pair.prefill.queued_tokens == min(prefill.queued_tokens for prefill in partners)
+
+
+def test_equal_lanes_of_an_idle_group_come_first() -> None:
+    """Lanes of one group step together: a prompt beside others waits for the slowest of them."""
+    decodes = [view("d0", 0, room=7, group="0"), view("d0", 1, group="0"), view("d1", 0, group="1")]
+    prefills = [
+        view("p0", 0, queued_tokens=900, group="0"), view("p0", 1, group="0"),
+        view("p1", 0, queued_tokens=50, group="1"), view("p1", 1, group="1"),
+    ]  # fmt: skip
+    pair = pick(decodes, prefills)
+    assert pair is not None
+    assert pair.prefill is not None
+    assert (pair.decode.key, pair.prefill.key) == (LaneKey("d1", 0), LaneKey("p1", 1))
+    # a lane's own load comes before its group's
+    own = pick(decodes, [*prefills[:1], view("p0", 1, queued_tokens=10, group="0"), *prefills[2:3]])
+    assert own is not None
+    assert own.prefill is not None
+    assert own.prefill.key == LaneKey("p0", 1)
+
+
+def test_a_view_names_its_group_of_its_generation() -> None:
+    """Groups of one number stand beside each other while a deployment rolls."""
+    pods = [Pod("p0:8000", Role.DECODE), Pod("p1:8000", Role.DECODE)]
+    for generation, pod in enumerate(pods):
+        pod.take(msgspec.structs.replace(report(), generation=generation), 1.0)
+    assert len({lane.group for pod in pods for lane in pod.lanes()}) == 2
 
 
 @pytest.mark.parametrize(

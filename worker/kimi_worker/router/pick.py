@@ -1,7 +1,9 @@
 """Which decode lane and which prefill lane answer a request. Pure."""
 
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import NamedTuple
 
 
@@ -27,6 +29,8 @@ class LaneView:
     free_pages: int
     queued_tokens: int
     """Prompt tokens that wait to be computed."""
+    group: str = ""
+    """Lanes of one group step together, each step as long as the slowest lane's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +44,7 @@ class Pair:
 def pick(decodes: Sequence[LaneView], prefills: Sequence[LaneView], avoid: Iterable[LaneKey] = ()) -> Pair | None:
     """The decode lane with the most room and, of those with its layout, the prefill lane with the fewest queued tokens.
 
+    Of equal lanes, idle ones above all, that whose group has the least to do: there it keeps step with nobody.
     None when no decode lane has a partner of its layout. `avoid` are lanes that have just refused this request.
     """
     avoided = set(avoid)
@@ -48,14 +53,18 @@ def pick(decodes: Sequence[LaneView], prefills: Sequence[LaneView], avoid: Itera
     able = [lane for lane in decodes if lane.key not in avoided and (lane.can_prefill or lane.layout_hash in layouts)]
     if not able:
         return None
-    decode = max(able, key=lambda lane: (lane.room, lane.free_pages))
+    rooms = defaultdict[str, list[int]](list)
+    for lane in decodes:
+        rooms[lane.group].append(lane.room)
+    room = {group: fmean(each) for group, each in rooms.items()}
+    queued = Counter[str]()
+    for lane in prefills:
+        queued[lane.group] += lane.queued_tokens
+    decode = max(able, key=lambda lane: (lane.room, lane.free_pages, room[lane.group]))
     if decode.can_prefill:
         return Pair(decode, None)
-    return Pair(decode, min((lane for lane in partners if lane.layout_hash == decode.layout_hash), key=_prefill_load))
-
-
-def _prefill_load(lane: LaneView) -> tuple[int, int]:
-    return lane.queued_tokens, -lane.room
+    fitting = (lane for lane in partners if lane.layout_hash == decode.layout_hash)
+    return Pair(decode, min(fitting, key=lambda lane: (lane.queued_tokens, queued[lane.group], -lane.room)))
 
 
 def explain(decodes: Sequence[LaneView], prefills: Sequence[LaneView]) -> str:

@@ -167,6 +167,7 @@ class Pod:
             room=lane.max_num_seqs - load,
             free_pages=lane.free_pages,
             queued_tokens=lane.queued_tokens + books.sent_tokens,
+            group=f"{report.group}/{report.generation}",
         )
 
 
