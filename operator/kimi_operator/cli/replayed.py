@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from operator import itemgetter
 
 from msgspec import Struct
@@ -200,21 +200,32 @@ class Pace(Struct, frozen=True):
 
 
 def paces(turns: tuple[Served, ...], service: Service, sides: dict[Role, Side], chunk_tokens: int) -> tuple[Pace, Pace]:
-    """Of prefill and decode: the widest bands among the turns with the least and the most work, alone and crowded."""
+    """Of prefill and decode: the widest bands among the turns with the least and the most work, alone and crowded.
+
+    Between alone and crowded they may be wider than at either, where experts take the largest part.
+    """
     if not turns:
         return Pace(1.0, 1.0), Pace(1.0, 1.0)
     decode, prefill = sides[Role.DECODE], sides[Role.PREFILL]
     works = [(turn.computed_tokens, turn.prompt_tokens - turn.computed_tokens) for turn in turns]
-    ends = {pick(works, key=itemgetter(part)) for pick in (min, max) for part in (0, 1)}
-    prompts = [PrefillLoad(*work, chunk_tokens, lanes) for work in ends for lanes in (1, prefill.setup.shape.lanes)]
+    # the last is twice the mean number of tokens that one attends to
+    parts = (itemgetter(0), itemgetter(1), lambda work: work[0] + 2 * work[1])
+    ends = {pick(works, key=part) for pick in (min, max) for part in parts}
+    prompts = [PrefillLoad(*work, chunk_tokens, lanes) for work in ends for lanes in _crowds(prefill.setup.shape.lanes)]
     contexts = [pick(turn.prompt_tokens for turn in turns) for pick in (min, max)]
     crowd = ceil_div(len({turn.session for turn in turns}), decode.groups)
     most = min(crowd, service.lane.max_running * service.lanes)
-    steps = [DecodeLoad(decoding, context) for context in contexts for decoding in (1, most)]
+    steps = [DecodeLoad(decoding, context) for context in contexts for decoding in _crowds(most)]
     return (
         _widest(prefill_ms(prefill.setup, load, prefill.calibration) for load in prompts),
         _widest(decode_step_ms(decode.setup, load, decode.calibration) for load in steps),
     )
+
+
+def _crowds(most: int) -> Iterator[int]:
+    """Of one, of all, and each twice as many as the one before."""
+    yield from (2**i for i in range((most - 1).bit_length()))
+    yield most
 
 
 def _widest(predictions: Iterable[Prediction]) -> Pace:

@@ -43,10 +43,24 @@ HANDOFF_SHARES = (0.56, 0.96)
 
 # In prefill two more would only double the time each. They matter where the bytes of weights bind, below some hundred
 # tokens to compute: there the band is too narrow on the fast side (0.78 of the value; 0.68 at 64 tokens).
-_VARIED: dict[type[DecodeLoad | PrefillLoad], tuple[str, ...]] = {
-    DecodeLoad: ("hbm_share", "launch_s", "all_reduce_s", "exchange_per_node_s"),
-    PrefillLoad: ("gemm_share", "attention_share", "all_reduce_s", "launch_s"),
+_VARIED: dict[type[DecodeLoad | PrefillLoad], tuple[tuple[str, ...], ...]] = {
+    DecodeLoad: (
+        ("hbm_share",),
+        ("launch_s",),
+        ("all_reduce_s",),
+        # an engine has one kind of exchange
+        ("exchange_per_node_s", "all_to_all_s"),
+        ("decoded_from_cache",),
+    ),
+    PrefillLoad: (
+        ("gemm_share",),
+        ("attention_share",),
+        ("all_reduce_s", "all_to_all_s"),
+        ("launch_s",),
+        ("decoded_from_cache",),
+    ),
 }
+"""What takes its least and most: constants of one row together."""
 
 
 class Prediction(Struct, frozen=True):
@@ -167,11 +181,13 @@ def _predict(setup: Setup, load: DecodeLoad | PrefillLoad, calibration: Calibrat
 
 
 @cache
-def _refits(calibration: Calibration, names: tuple[str, ...]) -> tuple[tuple[Constants, float], ...]:
+def _refits(calibration: Calibration, rows: tuple[tuple[str, ...], ...]) -> tuple[tuple[Constants, float], ...]:
     """Every combination of least and most of these constants, with the factor that the anchors then give."""
     corners = (
-        replace(ASSUMED, **dict(zip(names, values, strict=True)))
-        for values in itertools.product(*(ASSUMED_RANGES[name] for name in names))
+        replace(
+            ASSUMED, **{name: ASSUMED_RANGES[name][end] for row, end in zip(rows, ends, strict=True) for name in row}
+        )
+        for ends in itertools.product((0, 1), repeat=len(rows))
     )
     return tuple((constants, calibration.factor(constants)) for constants in corners)
 

@@ -18,6 +18,10 @@ from kimi_operator.planner.units import ceil_div
 
 ROW_ITEMSIZE = 2
 """Bytes an element of an activation between ranks (bfloat16)."""
+SUM_ITEMSIZE = 4
+"""Bytes an element of what the bundled worker's experts send back (float32)."""
+CHOICE_BYTES = 8
+"""An expert's number and weight, which the bundled worker sends beside each row for each of its experts."""
 
 
 class Chip(Struct, frozen=True):
@@ -69,6 +73,25 @@ class Attention(StrEnum):
     the FLOPs, each many times as long."""
 
 
+class Exchange(StrEnum):
+    """How rows of tokens reach the ranks that hold their experts, and sums come back."""
+
+    LIBRARY = "library"
+    """Dispatch and combine of a device library (MoRI-EP): a row crosses to a node once, in bfloat16 both ways."""
+    ALL_TO_ALLS = "allToAlls"
+    """Three all-to-alls of torch a layer (this worker): counts, for which the host waits, then rows, one to each rank
+    that holds an expert of it, and a sum in float32 back from each."""
+
+
+class Decoding(StrEnum):
+    """Where packed experts become numbers to multiply with."""
+
+    IN_REGISTERS = "inRegisters"
+    """In the products themselves, or once at load: their bytes are read once."""
+    IN_MEMORY = "inMemory"
+    """Each expert that is hit is written out in the type of activations and then read by its products (this worker)."""
+
+
 class Engine(Struct, frozen=True):
     """What software runs, as far as bytes depend on it."""
 
@@ -80,6 +103,8 @@ class Engine(Struct, frozen=True):
     itemsize: int = 2
     """Bytes an element of an activation."""
     attention: Attention = Attention.EXPANDED
+    exchange: Exchange = Exchange.LIBRARY
+    decoding: Decoding = Decoding.IN_REGISTERS
 
 
 class Setup(Struct, frozen=True):
@@ -116,6 +141,12 @@ class Constants(Struct, frozen=True):
     """Floor of dispatch and combine within a node: MoRI-EP on MI300X, 128 tokens, 35 + 47 us at EP8."""
     exchange_per_node_s: float = 116e-6
     """What each further node adds: EP16 took 76 + 122 us, EP32 157 + 280 us, so 82 + 116 (nodes - 1) us."""
+    all_to_all_s: float = 175e-6
+    """Floor of one all-to-all of RCCL: 150 us for one, 200 us for any call of RCCL (Infera); between them, assumed."""
+    decoded_from_cache: float = 0.35
+    """What the last-level cache (256 MB; decoded matrices of an expert take 66) spares of writing and reading decoded
+    experts. Bytes that stay in it pass at 17 TB/s instead of 5.3 (MI300X), which spares 0.69. Assumed: reads do,
+    writes do not."""
     gemm_share: float = 0.15
     """Achieved share of peak in matrix products: 181.6 (MI300X) and 215.1 (MI325X) of 1307.4 TFLOPS were measured in
     those of experts."""
@@ -130,6 +161,9 @@ ASSUMED_RANGES: dict[str, tuple[float, float]] = {
     "all_reduce_s": (12e-6, 25e-6),
     # 42 + 63 us at EP16 with 4 tokens a rank after tuning, against 198 us at 128 tokens
     "exchange_per_node_s": (23e-6, 116e-6),
+    "all_to_all_s": (150e-6, 200e-6),
+    # nothing stays in the cache; all does
+    "decoded_from_cache": (0.0, 0.69),
     "gemm_share": (0.139, 0.165),
     # 0.78 is the plateau of grouped products (Infera)
     "attention_share": (0.40, 0.78),
@@ -183,11 +217,12 @@ def decode_terms(setup: Setup, load: DecodeLoad, constants: Constants = ASSUMED)
     bandwidth = setup.chip.hbm_bytes_per_second * constants.hbm_share
     weights, cache = _weight_bytes(setup), rows * (_rows_bytes(setup, load.context_tokens) + 2 * _state_bytes(setup))
     hit = distinct_experts(a.num_experts, a.experts_per_token, load.concurrency)
-    experts = _expert_bytes(setup, hit)
+    experts = _operand_bytes(setup, hit, constants) + _decoding_bytes(setup, hit, constants)
+    where = ", each decoded in memory" if setup.engine.decoding is Decoding.IN_MEMORY else ""
     at = f"GB at {bandwidth / 1e12:.3g} TB/s ({constants.hbm_share:.0%} of peak)"
     return (
         Term("weights", weights / bandwidth, f"{weights / 1e9:.2f} {at}, every step"),
-        Term("routed experts", experts / bandwidth, f"{experts / 1e9:.2f} {at}, {hit:.1f} experts a layer hit"),
+        Term("routed experts", experts / bandwidth, f"{experts / 1e9:.2f} {at}, {hit:.1f} experts a layer hit{where}"),
         Term("cache", cache / bandwidth, f"{cache / 1e9:.2f} {at}: rows read, states read and written, of {rows}"),
         *_latency_terms(setup, rows, constants),
     )
@@ -209,6 +244,7 @@ def prefill_terms(setup: Setup, load: PrefillLoad, constants: Constants = ASSUME
             latency[term.label] = latency.get(term.label, 0.0) + count * term.seconds
     how, precision = f"{full + bool(rest)} chunks", ", in float32" if _attention_slowdown(setup) > 1 else ""
     return (
+        *_decoding_terms(setup, [(count, size * load.busy_lanes) for count, size in chunks], constants),
         Term("matrix products", linear, f"{how}, the longer of FLOPs and weight bytes each"),
         Term(
             "attention", attention / rate, f"{attention / 1e12:.1f} TFLOP a rank: {pairs:,} pairs of tokens{precision}"
@@ -237,10 +273,25 @@ def _state_bytes(setup: Setup) -> int:
     return a.num_kda_layers * layer_state_bytes(a, setup.shape.tensor_parallel, setup.engine.itemsize)
 
 
-def _expert_bytes(setup: Setup, hit: float) -> float:
-    """A rank's share of the experts that are hit; by expert and by column it is the same on average."""
-    a = setup.architecture
-    return hit / setup.shape.ranks * a.num_moe_layers * setup.engine.experts.expert_bytes(a)
+def _experts_hit(setup: Setup, hit: float) -> float:
+    """A rank's share of the experts hit in all layers; by expert and by column it is the same on average."""
+    return hit / setup.shape.ranks * setup.architecture.num_moe_layers
+
+
+def _operand_bytes(setup: Setup, hit: float, constants: Constants) -> float:
+    """What the products of the experts that are hit read."""
+    a, engine = setup.architecture, setup.engine
+    if engine.decoding is Decoding.IN_REGISTERS:
+        return _experts_hit(setup, hit) * engine.experts.expert_bytes(a)
+    return _experts_hit(setup, hit) * a.expert_weights * engine.itemsize * (1 - constants.decoded_from_cache)
+
+
+def _decoding_bytes(setup: Setup, hit: float, constants: Constants) -> float:
+    """What decoding them in memory reads and writes before."""
+    if setup.engine.decoding is Decoding.IN_REGISTERS:
+        return 0.0
+    packed = _experts_hit(setup, hit) * setup.engine.experts.expert_bytes(setup.architecture)
+    return packed + _operand_bytes(setup, hit, constants)
 
 
 @cache
@@ -279,9 +330,20 @@ def _chunk_s(setup: Setup, tokens: int, busy_lanes: int, constants: Constants) -
     routed = a.experts_per_token * a.expert_weights * a.num_moe_layers * busy_lanes / shape.ranks
     flops = 2 * tokens * (split / shape.tensor_parallel + whole + routed)
     hit = distinct_experts(a.num_experts, a.experts_per_token, tokens * busy_lanes)
-    moved = _weight_bytes(setup) + _expert_bytes(setup, hit)
+    moved = _weight_bytes(setup) + _operand_bytes(setup, hit, constants)
     peak = setup.chip.bf16_flops or 0.0
     return max(flops / (peak * constants.gemm_share), moved / (setup.chip.hbm_bytes_per_second * constants.hbm_share))
+
+
+def _decoding_terms(setup: Setup, chunks: list[tuple[int, int]], constants: Constants) -> Iterator[Term]:
+    """Experts decoded in memory in each chunk: how many chunks of so many tokens of all lanes together."""
+    if setup.engine.decoding is Decoding.IN_REGISTERS:
+        return
+    a, bandwidth = setup.architecture, setup.chip.hbm_bytes_per_second * constants.hbm_share
+    hits = ((count, distinct_experts(a.num_experts, a.experts_per_token, tokens)) for count, tokens in chunks)
+    moved = sum(count * _decoding_bytes(setup, hit, constants) for count, hit in hits)
+    at = f"{bandwidth / 1e12:.3g} TB/s ({constants.hbm_share:.0%} of peak)"
+    yield Term("expert decoding", moved / bandwidth, f"{moved / 1e9:.2f} GB at {at}, before the products")
 
 
 def _attention_flops(setup: Setup, pairs: int) -> float:
@@ -318,10 +380,11 @@ def _latency_terms(setup: Setup, lane_tokens: int, constants: Constants) -> tupl
         count = 2 * a.num_layers
         terms.append(Term("all-reduce", count * each, f"{count} of {each * 1e6:.0f} us over a lane"))
     if setup.split is Split.BY_EXPERT and shape.ranks > 1:
-        each = _exchange_s(setup, lane_tokens / shape.tensor_parallel, constants)
-        terms.append(
-            Term("expert exchange", a.num_moe_layers * each, f"{a.num_moe_layers} of {each * 1e6:.0f} us over {shape}")
-        )
+        is_library = setup.engine.exchange is Exchange.LIBRARY
+        exchange = _exchange_s if is_library else _all_to_alls_s
+        each = exchange(setup, lane_tokens / shape.tensor_parallel, constants)
+        how = f"{a.num_moe_layers} of {each * 1e6:.0f} us over {shape}" + ("" if is_library else ", 3 all-to-alls each")
+        terms.append(Term("expert exchange", a.num_moe_layers * each, how))
     return tuple(terms)
 
 
@@ -349,3 +412,21 @@ def _exchange_s(setup: Setup, rank_tokens: float, constants: Constants) -> float
         ranks_hit = distinct_experts(shape.ranks, 1, a.experts_per_token)
         times.append(row * ranks_hit / ((shape.gpus_per_node - 1) * chip.link_bytes_per_second * constants.link_share))
     return max(times)
+
+
+def _all_to_alls_s(setup: Setup, rank_tokens: float, constants: Constants) -> float:
+    """Counts, rows and sums: of each its floor, or the bytes over the network card or the links.
+
+    A row goes to the expected number of other ranks that hold its experts, those of other nodes included.
+    """
+    a, shape, chip = setup.architecture, setup.shape, setup.chip
+    copies = rank_tokens * distinct_experts(shape.ranks, 1, a.experts_per_token) / shape.ranks
+    pace = 0.0
+    if chip.nic_bytes_per_second is not None:
+        card = chip.nic_bytes_per_second * setup.nics_per_rank
+        pace = copies * (shape.ranks - shape.gpus_per_node) / (card * constants.link_share)
+    if chip.link_bytes_per_second is not None and shape.gpus_per_node > 1:
+        # each of the others of a node has its own link
+        pace = max(pace, copies / (chip.link_bytes_per_second * constants.link_share))
+    rows, sums = a.latent * setup.engine.itemsize + a.experts_per_token * CHOICE_BYTES, a.latent * SUM_ITEMSIZE
+    return constants.all_to_all_s + sum(max(constants.all_to_all_s, width * pace) for width in (rows, sums))

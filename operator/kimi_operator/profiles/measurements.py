@@ -26,7 +26,9 @@ from kimi_operator.planner.roofline import (
     Attention,
     Chip,
     DecodeLoad,
+    Decoding,
     Engine,
+    Exchange,
     Graphs,
     PrefillLoad,
     Resident,
@@ -65,6 +67,8 @@ class EngineFigures(ApiModel):
     kv_itemsize: int = Field(ge=1, le=4)
     resident: Resident
     attention: Attention = Attention.EXPANDED
+    exchange: Exchange = Exchange.LIBRARY
+    decoding: Decoding = Decoding.IN_REGISTERS
     source: str
 
 
@@ -227,7 +231,9 @@ def worker_engine(profile: HardwareProfile) -> Engine:
     """The bundled worker on this hardware: what it holds experts, rows and other weights in."""
     runtime = profile.spec.runtime
     kv, own = ITEMSIZE[runtime.kv_cache_dtype], ITEMSIZE[runtime.dtype]
-    return Engine(WORKER, expert_format(runtime), kv, Resident.AS_LOADED, own, Attention.LATENT)
+    experts = expert_format(runtime)
+    decoding = Decoding.IN_MEMORY if experts is ExpertFormat.MXFP4 else Decoding.IN_REGISTERS
+    return Engine(WORKER, experts, kv, Resident.AS_LOADED, own, Attention.LATENT, Exchange.ALL_TO_ALLS, decoding)
 
 
 def calibration_for(setup: Setup, phase: type[DecodeLoad | PrefillLoad], own: CalibrationSpec | None) -> Calibration:
@@ -249,7 +255,15 @@ def check_layout(architecture: Architecture, shape: GroupShape, where: str) -> N
 
 
 def _engine(name: str, figures: EngineFigures) -> Engine:
-    return Engine(name, figures.experts, figures.kv_itemsize, figures.resident, attention=figures.attention)
+    return Engine(
+        name=name,
+        experts=figures.experts,
+        kv_itemsize=figures.kv_itemsize,
+        resident=figures.resident,
+        attention=figures.attention,
+        exchange=figures.exchange,
+        decoding=figures.decoding,
+    )
 
 
 def _sample(

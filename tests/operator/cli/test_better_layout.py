@@ -69,7 +69,7 @@ def test_scripts_are_told_the_flag_that_ranks_all_layouts_instead(run: Run, form
 
 
 def test_it_says_what_a_search_finds_beside_the_most_of_its_own(run: Run) -> None:
-    for flags in ((), REUSED, (*LENGTHS, "--concurrency", 99)):
+    for flags in ((), REUSED, (*LENGTHS, "--concurrency", 150)):
         line, by_width = better_of(run, "-f", STATED, *flags), searched(run, "-f", STATED, *flags)
         best, own = max(by_width.values(), key=lambda each: each["tokens_per_second"]), by_width[2]
         assert int(line["width"]) == best["decode"]["tensor_parallel"] != int(line["own"]) == 2
@@ -80,7 +80,7 @@ def test_it_says_what_a_search_finds_beside_the_most_of_its_own(run: Run) -> Non
         assert float(line["times"]) == pytest.approx(times, abs=0.05)
         assert times >= WORTH_SAYING
         if "--concurrency" in flags:
-            assert line["load"] == line["own_load"] == "99"
+            assert line["load"] == line["own_load"] == "150"
         else:
             assert (value(line["load"]), value(line["own_load"])) == (best["capacity"], own["capacity"])
 
@@ -101,7 +101,8 @@ def test_its_load_and_times_are_those_of_a_plan_of_that_layout(run: Run, tmp_pat
 
 def test_more_running_requests_of_its_own_are_no_other_layout(run: Run, tmp_path: Path) -> None:
     """A plan says how many could run; it gives the most already, but for that."""
-    best = max(searched(run, "-f", STATED).items(), key=lambda each: each[1]["tokens_per_second"])[0]
+    left_open = searched(run, "-f", manifest(tmp_path, 2))
+    best = max(left_open.items(), key=lambda each: each[1]["tokens_per_second"])[0]
     file = manifest(tmp_path, best, 1)
     assert re.search(r"maxNumSeqs a lane +1 \(.*\), \d+ could", run("plan", "-f", file)[1])
     assert better_of(run, "-f", file) == {}
@@ -147,7 +148,7 @@ def test_a_target_that_the_plan_meets_is_met_by_what_is_better(run: Run, tmp_pat
     file = manifest(tmp_path, 8, 1)
     alone_ms = json.loads(run("plan", "-f", file, *LENGTHS, "-o", "json")[1])["speed"]["tpot_alone"]["value"]
     assert better_of(run, "-f", file, *LENGTHS)
-    target = ("--target-tpot", f"{1.03 * alone_ms:.1f}ms")
+    target = ("--target-tpot", f"{1.06 * alone_ms:.1f}ms")
     found = searched(run, "-f", file, *LENGTHS, *target)
     assert {width for width, each in found.items() if not each["misses"]} == {8}
     assert better_of(run, "-f", file, *LENGTHS, *target) == {}
@@ -155,9 +156,9 @@ def test_a_target_that_the_plan_meets_is_met_by_what_is_better(run: Run, tmp_pat
 
 def test_no_layout_gives_more_than_the_rate_that_comes(run: Run) -> None:
     """Where the plan serves a stated rate, another layout has nothing to add."""
-    load = ("--prompt-tokens", 400, "--output-tokens", 500, "--target-tpot", "300ms", "--requests-per-second")
-    assert "better layout" not in run("plan", "-f", STATED, *load, 1)[1]
-    assert "better layout" in run("plan", "-f", STATED, *load, 2)[1]
+    load = ("--prompt-tokens", 400, "--output-tokens", 500, "--target-tpot", "2s", "--requests-per-second")
+    assert "better layout" not in run("plan", "-f", STATED, *load, 0.3)[1]
+    assert "better layout" in run("plan", "-f", STATED, *load, 1)[1]
 
 
 GROUPS = re.compile(r"prefill: (\d+) x (\d+) nodes? \(TP(\d+) .*\), decode: (\d+) x (\d+) nodes? \(TP(\d+) .*\)")
@@ -171,7 +172,12 @@ def groups_of(line: dict[str, str]) -> tuple[object, ...]:
     return (*shape, "--prefill-groups", prefill, "--decode-groups", decode)
 
 
-@pytest.mark.parametrize("load", [(), (*LENGTHS, "--concurrency", 500)])
+FEW_ANSWERS = ("--prompt-tokens", 14_336, "--output-tokens", 500)
+
+
+@pytest.mark.parametrize(
+    "load", [("--prompt-tokens", 20_000, "--output-tokens", 100), (*FEW_ANSWERS, "--concurrency", 1000)]
+)
 def test_flags_are_told_of_other_groups_and_of_the_search(run: Run, load: tuple[object, ...]) -> None:
     chip = ("--chip", "mi300x")
     line = better_of(run, *chip, "--nodes", 32, *load)
@@ -196,6 +202,7 @@ def test_the_search_for_flags_keeps_those_that_say_no_layout(run: Run) -> None:
 def test_a_manifest_is_told_of_other_groups(run: Run, tmp_path: Path) -> None:
     file = tmp_path / "k3.yaml"
     text = FOR_WORKLOAD.read_text().replace("nodesPerGroup: 2", "nodesPerGroup: 4")
+    text = text.replace("{min: 200, max: 2000}", "{min: 20, max: 200}")
     file.write_text(text.replace("concurrency: 48", "concurrency: 2000"))
     line = better_of(run, "-f", file)
     first = json.loads(run("plan", "-f", file, "--search", 8, "-o", "json")[1])["ranked"][0]

@@ -18,7 +18,7 @@ EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 STATED, FOR_WORKLOAD = EXAMPLES / "mi300x-2p2d.yaml", EXAMPLES / "mi300x-workload.yaml"
 CHIP = ("--chip", "mi300x", "--search")
 SHORT = ("--prompt-tokens", "1000-8000", "--output-tokens", 500, "--concurrency", 50, "--reuse", 0.5)
-UNEQUAL = ("--chip", "mi325x", "--search", 5)
+UNEQUAL = ("--chip", "mi325x", "--search", 8)
 ROLES = ("prefill", "decode")
 Run = Callable[..., tuple[int, str, str]]
 
@@ -46,10 +46,10 @@ def check_plan(plan: dict[str, Any], first: dict[str, Any]) -> None:
     "asked",
     [
         (*CHIP, 4),
-        (*CHIP, 12),
+        ("--chip", "mi325x", "--search", 6),
         (*CHIP, 4, *SHORT),
-        (*CHIP, 6, *SHORT, "--max-model-len", 200_000, "--kv-cache", "FP32"),
-        (*CHIP, 6, *SHORT, "--target-tpot", "150 ms"),
+        (*CHIP, 4, *SHORT, "--max-model-len", 200_000, "--kv-cache", "FP32"),
+        (*CHIP, 4, *SHORT, "--target-tpot", "500 ms"),
         ("--chip", "mi325x", "--search", 2),
     ],
 )

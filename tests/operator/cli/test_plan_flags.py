@@ -161,8 +161,8 @@ def test_a_target_without_lengths_is_for_the_assumed_ones(plan: Plan) -> None:
 
 def test_a_rate_becomes_running_requests_by_its_target(plan: Plan) -> None:
     found = plan(
-        "--chip", "mi325x", "--prompt-tokens", 2048, "--output-tokens", 100, "--requests-per-second", 2,
-        "--target-tpot", "0.2s",
+        "--chip", "mi325x", "--prompt-tokens", 2048, "--output-tokens", 100, "--requests-per-second", 0.2,
+        "--target-tpot", "2s",
     )  # fmt: skip
     assert found["workload"]["concurrency"] == 40
     assert found["decode"]["max_num_seqs"] == 5
@@ -355,16 +355,16 @@ def test_a_missed_target_is_told_as_it_was_typed(run: Run, flag: str, text: str)
         ((*CHIP,), "fits", None),
         ((*CHIP, *LENGTHS), "fits; no target stated", None),
         ((*CHIP, *LENGTHS, "--concurrency", "8"), "fits, and meets the workload", True),
-        ((*CHIP, *LENGTHS, "--target-tpot", "500ms"), "fits, and meets the workload", True),
-        ((*CHIP, "--target-tpot", "500ms"), "fits, and meets what is stated, at assumed lengths", True),
+        ((*CHIP, *LENGTHS, "--target-tpot", "2s"), "fits, and meets the workload", True),
+        ((*CHIP, "--target-tpot", "2s"), "fits, and meets what is stated, at assumed lengths", True),
         (
             ("--chip", "mi308x", *LENGTHS, "--target-ttft", "1s"),
             "fits; target TTFT not checked: nothing predicts it",
             None,
         ),
-        (("--chip", "mi308x", *LENGTHS, "--target-tpot", "500ms"), "fits, and meets the workload", True),
+        (("--chip", "mi308x", *LENGTHS, "--target-tpot", "2s"), "fits, and meets the workload", True),
         (
-            ("--chip", "mi308x", *LENGTHS, "--target-tpot", "500ms", "--requests-per-second", "1"),
+            ("--chip", "mi308x", *LENGTHS, "--target-tpot", "2s", "--requests-per-second", "0.25"),
             "fits; whether prefill feeds the rate not checked: nothing predicts it",
             None,
         ),

@@ -50,7 +50,7 @@ def test_flags_ask_about_another_workload_of_the_same_plan(run: Run, manifest: C
 def test_what_the_workload_misses_is_told_and_decides_the_exit_status(run: Run, manifest: Callable[..., Path]) -> None:
     status, out, _ = run("plan", "-f", manifest(targets={"tpotSeconds": 0.001}))
     assert status == 1
-    assert "\nmisses: spec.workload.targets.tpotSeconds: got 0.001 s, expected at least 0.0" in out
+    assert "\nmisses: spec.workload.targets.tpotSeconds: got 0.001 s, expected at least 0.1" in out
     assert "warning: " not in out
 
 

@@ -43,8 +43,8 @@ def test_few_requests_that_prefill_feeds_are_not_rounded_down(run: Run) -> None:
     load = ("--prompt-tokens", 100_000, "--output-tokens", 1000, "--concurrency", 32)
     speed = speed_of(run, "--nodes", 4, *load)
     fed = speed["throughput"]["value"] * speed["tpot"]["value"] / 1e3
-    assert 2.5 < fed < 3.5
-    assert speed["running"] == 3
+    assert 5.5 < fed < 6
+    assert speed["running"] == 6
     out = run("plan", "--chip", "mi300x", "--nodes", 4, *load)[1]
     assert f"with {number(fed)} of 32 running on average: prefill feeds no more" in out
 
@@ -55,7 +55,7 @@ def test_a_step_is_of_all_requests_where_prefill_feeds_them(run: Run) -> None:
 
 
 def test_a_rate_that_cannot_be_fed_is_not_priced_or_timed_as_if_it_were(run: Run) -> None:
-    rate = ("--requests-per-second", 5, "--target-tpot", "200ms")
+    rate = ("--requests-per-second", 0.5, "--target-tpot", "2s")
     status, out, _ = run("plan", "--chip", "mi300x", *UNFED, *rate)
     assert status == 1
     assert "misses: --requests-per-second" in out
@@ -87,11 +87,11 @@ def test_the_price_is_of_the_load_that_the_plan_shows(run: Run, flags: tuple[obj
 
 
 def test_a_stated_rate_is_the_output_whatever_the_targets_allow(run: Run) -> None:
-    """Half a request a second of 500 tokens: a looser target neither makes more of them nor each cheaper."""
-    load = ("--requests-per-second", 0.5, "--prompt-tokens", 4000, "--output-tokens", 500)
-    tight, loose = (speed_of(run, "--nodes", 4, *load, "--target-tpot", target) for target in ("150ms", "300ms"))
+    """A tenth of a request a second of 500 tokens: a looser target neither makes more of them nor each cheaper."""
+    load = ("--requests-per-second", 0.1, "--prompt-tokens", 4000, "--output-tokens", 500)
+    tight, loose = (speed_of(run, "--nodes", 4, *load, "--target-tpot", target) for target in ("1s", "2s"))
     assert (tight["concurrency"], tight["throughput"]) == (loose["concurrency"], loose["throughput"])
-    assert 250 <= tight["throughput"]["value"] < 250 * (1 + 1 / (tight["concurrency"] - 1))
+    assert 50 <= tight["throughput"]["value"] < 50 * (1 + 1 / (tight["concurrency"] - 1))
 
 
 @pytest.mark.parametrize("load", [("--concurrency", 200), ()])
@@ -127,11 +127,11 @@ MEMORY = ("--nodes-per-group", 2, "--prefill-groups", 16, "--prompt-tokens", 60_
 
 
 def test_prompts_that_hold_memory_of_decode_bind_the_output(run: Run) -> None:
-    """Replays of 128 such clients give 208 to 236 tokens/s."""
+    """Replays of 128 such clients give 136 to 138 tokens/s."""
     speed = speed_of(run, *MEMORY, "--concurrency", 128)
     assert (speed["binds"], speed["capacity"]) == ("KV pages", 64)
-    assert speed["throughput"]["low"] < 208
-    assert 236 < speed["throughput"]["value"] < 300
+    assert speed["throughput"]["low"] < 136
+    assert 138 < speed["throughput"]["value"] < 160
     assert speed["knee"] == 72
     last = speed["curve"][-1]
     assert (last["held"], last["tokens_per_second"]) == (72, speed["throughput"])
@@ -141,20 +141,21 @@ def test_prompts_that_hold_memory_of_decode_bind_the_output(run: Run) -> None:
 
 def test_no_prefill_is_advised_where_memory_binds(run: Run) -> None:
     """12 groups of prefill feed less than full lanes of decode serve, and more than lanes with prompts in prefill."""
-    lengths = ("--nodes-per-group", 2, "--prompt-tokens", 60_000, "--output-tokens", 500)
+    lengths = ("--nodes-per-group", 2, "--prompt-tokens", 60_000, "--output-tokens", 200)
     out = run("plan", "--chip", "mi300x", *lengths, "--prefill-groups", 12, "--concurrency", 128)[1]
     assert "; KV pages bind, held by 72" in out
     assert "where pages bind; use 16 lanes, or lower it" in out
 
 
 def test_those_that_wait_for_memory_are_in_the_time_to_the_first_token(run: Run) -> None:
-    """Little's law over a whole request, as where prefill binds; replays give 227 to 263 s."""
+    """Little's law over a whole request, as where prefill binds; replays give 341 to 348 s."""
     speed = speed_of(run, *MEMORY, "--concurrency", 128)
     waits = {name: waits for name, waits in speed["ttft"].items() if name.startswith("waits")}
     assert waits == {"waits_for_prefill": False, "waits_for_memory": True}
     request_s = (speed["ttft"]["value"] + 500 * speed["tpot"]["value"]) / 1e3
     assert speed["throughput"]["value"] / 500 * request_s == pytest.approx(128)
-    assert speed["ttft"]["low"] < 227e3 < speed["ttft"]["high"]
+    assert speed["ttft"]["low"] < 341e3
+    assert speed["ttft"]["high"] > 348e3
     assert (
         "on average, as 56 of 128 at once wait for memory of decode"
         in run("plan", "--chip", "mi300x", *MEMORY, "--concurrency", 128)[1]
@@ -162,12 +163,12 @@ def test_those_that_wait_for_memory_are_in_the_time_to_the_first_token(run: Run)
     # beyond the slots of all lanes requests wait for one, whatever binds the output
     beyond = speed_of(run, "--nodes", 4, "--prompt-tokens", 1000, "--output-tokens", 1000, "--concurrency", 600)
     assert (beyond["binds"], beyond["ttft"]["waits_for_memory"]) == ("maxNumSeqs", True)
-    assert beyond["ttft"]["value"] == pytest.approx(139e3, rel=0.01), "what replays give"
+    assert beyond["ttft"]["value"] == pytest.approx(418e3, rel=0.01), "what replays give"
 
 
-@pytest.mark.parametrize("rate", [0.3, 0.45])
+@pytest.mark.parametrize("rate", [0.1, 0.15])
 def test_a_rate_keeps_those_in_prefill_under_way_too(run: Run, rate: float) -> None:
-    speed = speed_of(run, *MEMORY, "--requests-per-second", rate, "--target-tpot", "200ms")
+    speed = speed_of(run, *MEMORY, "--requests-per-second", rate, "--target-tpot", "250ms")
     assert (speed["binds"], speed["throughput"]["value"]) == ("rate", pytest.approx(rate * 500))
     request_s = (speed["prefill"]["value"] + 500 * speed["tpot"]["value"]) / 1e3
     assert speed["concurrency"] >= rate * request_s > speed["running"]
@@ -176,15 +177,15 @@ def test_a_rate_keeps_those_in_prefill_under_way_too(run: Run, rate: float) -> N
 @pytest.mark.parametrize(
     ("rate", "told", "flags"),
     [
-        (0.6, "KV pages bind, held by 72 in prefill and decode; add groups to decode", ("--decode-groups", 2)),
-        (0.3, "state slots bind, held by 32 in prefill and decode; raise maxNumSeqs", ("--max-num-seqs", 4)),
+        (0.35, "KV pages bind, held by 72 in prefill and decode; add groups to decode", ("--decode-groups", 2)),
+        (0.17, "state slots bind, held by 32 in prefill and decode; raise maxNumSeqs", ("--max-num-seqs", 4)),
     ],
 )
 def test_a_rate_that_memory_does_not_serve_is_a_miss(
     run: Run, rate: float, told: str, flags: tuple[object, ...]
 ) -> None:
     """Decode has room for what runs, and none for what is in prefill beside it."""
-    load = (*MEMORY, "--requests-per-second", rate, "--target-tpot", "200ms" if rate > 0.5 else "110ms")
+    load = (*MEMORY, "--requests-per-second", rate, "--target-tpot", "340ms" if rate > 0.3 else "260ms")
     served = speed_of(run, *load)["throughput"]["value"] / 500
     status, out, _ = run("plan", "--chip", "mi300x", *load)
     assert status == 1
@@ -193,7 +194,7 @@ def test_a_rate_that_memory_does_not_serve_is_a_miss(
 
 
 @pytest.mark.parametrize(
-    ("lengths", "at_once"), [(UNFED, 200), (("--prompt-tokens", 14_336, "--output-tokens", 2_048), 184)]
+    ("lengths", "at_once"), [(UNFED, 200), (("--prompt-tokens", 14_336, "--output-tokens", 800), 184)]
 )
 def test_the_band_of_a_wait_holds_both_phases(run: Run, lengths: tuple[object, ...], at_once: int) -> None:
     """Slow prompts beside fast decodes wait longest; at the other end none waits, and a prompt takes its own time."""
@@ -208,7 +209,7 @@ def test_the_band_of_a_wait_holds_both_phases(run: Run, lengths: tuple[object, .
 
 
 def test_a_target_that_is_missed_by_waiting_is_not_called_unsure(run: Run) -> None:
-    load = ("--prompt-tokens", 14_336, "--output-tokens", 2_048, "--concurrency", 184)
+    load = ("--prompt-tokens", 14_336, "--output-tokens", 800, "--concurrency", 184)
     speed = speed_of(run, "--nodes", 4, *load)
     between = (speed["prefill_busy"]["value"] + speed["prefill_busy"]["high"]) / 2
     assert between < speed["ttft"]["value"]

@@ -132,8 +132,9 @@ def test_compare_shows_what_differs_and_counts_the_rest(run: Run, document: Docu
 @pytest.mark.parametrize("view", [("--compare", MI300X, MI325X), ("-f", MI300X, "--what-if", "chip=mi325x")])
 def test_two_plans_are_numbers_for_scripts_as_each_alone(document: Document, view: tuple[object, ...]) -> None:
     """With their units, and the bands of predictions; what is words has none."""
-    rows = {row["key"]: row for row in document(*view, "--cost", 2.5)["changes"]}
-    alone = document("-f", MI300X, "--cost", 2.5)
+    load = ("--cost", 2.5, "--output-tokens", 500, "--prompt-tokens", 14_336)
+    rows = {row["key"]: row for row in document(*view, *load)["changes"]}
+    alone = document("-f", MI300X, *load)
     tpot, heap = rows["tpot"]["before_amount"], rows["decode.symmetric heap"]["before_amount"]
     assert tpot == {name: alone["speed"]["tpot"][name] for name in ("value", "unit", "low", "high")}
     assert heap == {"value": 2**33, "unit": "B"}

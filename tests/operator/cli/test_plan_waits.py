@@ -13,7 +13,7 @@ import yaml
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "mi300x-workload.yaml"
 LONG = ("--chip", "mi355x", "--nodes", 4, "--prompt-tokens", 100_000, "--output-tokens", 1000)
-COMES = ("--chip", "mi300x", "--nodes", 4, "--prompt-tokens", 4000, "--output-tokens", 500, "--target-tpot", "150ms")
+COMES = ("--chip", "mi300x", "--nodes", 4, "--prompt-tokens", 4000, "--output-tokens", 500, "--target-tpot", "500ms")
 CROWD = re.compile(
     r"got ([\d,]+), expected less than ([\d,]+), from which on prefill binds: ([\d,]+) decode, ([\d,]+) are in prefill "
     r"and ([\d,]+) wait, .*; add groups to prefill, lower it, or rank other groups and tensorParallel with "
@@ -74,7 +74,7 @@ def test_a_manifest_names_its_field(run: Run, tmp_path: Path) -> None:
     assert crowds(plan(run, "-f", file), "spec.workload.concurrency")
 
 
-@pytest.mark.parametrize(("rate", "grows"), [(2, False), (5, True)])
+@pytest.mark.parametrize(("rate", "grows"), [(1, False), (5, True)])
 def test_the_wait_at_a_rate_that_is_not_served_has_no_end(run: Run, rate: int, grows: bool) -> None:
     flags = (*COMES, "--requests-per-second", rate)
     speed = plan(run, *flags)["speed"]
@@ -82,7 +82,7 @@ def test_the_wait_at_a_rate_that_is_not_served_has_no_end(run: Run, rate: int, g
     assert (speed["ttft"]["value"] is None) == grows
     for form in ("text", "markdown", "html"):
         out = run("plan", *flags, "-o", form)[1]
-        told = f"grows without end: {rate * 500:,} output tokens/s come, 1,403 are served at most"
+        told = f"grows without end: {rate * 500:,} output tokens/s come, 669.4 are served at most"
         assert (told in out.replace("\\", "")) == grows
         assert not (grows and "no wait counted" in out)
     told = run("plan", *flags, "--explain", "ttft")[1].splitlines()[0]

@@ -124,7 +124,7 @@ def test_weights_of_several_shapes_are_said_from_least_to_most(run: Run) -> None
 
 def test_a_miss_names_the_flag_or_the_field_of_the_manifest(run: Run, tmp_path: Path) -> None:
     file = tmp_path / "k3.yaml"
-    file.write_text(FOR_WORKLOAD.read_text().replace("tpotSeconds: 0.2", "tpotSeconds: 0.01"))
+    file.write_text(FOR_WORKLOAD.read_text().replace("tpotSeconds: 0.5", "tpotSeconds: 0.01"))
     _, out, _ = run("plan", "-f", file, "--search", 4)
     assert "misses: spec.workload.targets.tpotSeconds: got 0.01 s, expected at least" in out
     flags = ("--prompt-tokens", 1000, "--output-tokens", 100, "--target-tpot", "10ms", "--concurrency", 5)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 Run = Callable[..., tuple[int, str, str]]
-COMES = ("--prompt-tokens", "1000-8000", "--output-tokens", 300, "--target-tpot", "130ms", "--requests-per-second")
+COMES = ("--prompt-tokens", "1000-8000", "--output-tokens", 300, "--target-tpot", "500ms", "--requests-per-second")
 
 
 def found(run: Run, chip: str, nodes: int, rate: float) -> list[dict[str, Any]]:

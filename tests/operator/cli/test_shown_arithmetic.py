@@ -105,8 +105,8 @@ class Asked:
 
 LONG = WorkloadFlags(prompt_tokens="20000", output_tokens="100", concurrency=900)
 SHORT = WorkloadFlags(prompt_tokens="64", output_tokens="4000", concurrency=9000)
-COMES = WorkloadFlags(prompt_tokens="4000", output_tokens="500", target_tpot="150ms")
-RATE = WorkloadFlags(prompt_tokens="4000", output_tokens="500", requests_per_second=0.8, target_tpot="300ms")
+COMES = WorkloadFlags(prompt_tokens="4000", output_tokens="500", target_tpot="500ms")
+RATE = WorkloadFlags(prompt_tokens="4000", output_tokens="500", requests_per_second=0.8, target_tpot="500ms")
 HELD = WorkloadFlags(prompt_tokens="30000", output_tokens="4000", concurrency=150)
 BEYOND = WorkloadFlags(prompt_tokens="60000", output_tokens="500", requests_per_second=0.6, target_tpot="200ms")
 MANY_PROMPTS = DeploymentFlags(chip="mi300x", nodes_per_group=2, prefill_groups=16)

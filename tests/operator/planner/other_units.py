@@ -32,7 +32,8 @@ def smaller_bytes(k: int) -> Iterator[None]:
         for name, (bits, scale_bits) in memory._EXPERT_BITS.items():
             patch.setitem(memory._EXPERT_BITS, name, (bits * k, scale_bits * k))
         patch.setattr(memory, "STATE_ITEMSIZE", memory.STATE_ITEMSIZE * k)
-        patch.setattr(roofline, "ROW_ITEMSIZE", roofline.ROW_ITEMSIZE * k)
+        for name in ("ROW_ITEMSIZE", "SUM_ITEMSIZE", "CHOICE_BYTES"):
+            patch.setattr(roofline, name, getattr(roofline, name) * k)
         patch.setattr(Tensor, "resident_bytes", lambda self, itemsize: held(self, itemsize // k) * k)
         patch.setattr(Tensor, "bytes", property(lambda self: stored.__get__(self) * k))
         for isa, rate in links.items():

@@ -98,10 +98,10 @@ def test_no_more_slots_than_are_asked_for() -> None:
     assert (made.decode.lanes, made.decode.max_num_seqs) == (8, 2)
     assert made.decode.binds.startswith("workload for prompts of ")
     assert made.decode.num_pages > plan({}).decode.num_pages
-    rate = {"requestsPerSecond": 2, "targets": {"tpotSeconds": 0.5}}
-    assert plan(rate).decode.max_num_seqs == 16  # 2/s x 128 tokens x 0.5 s = 128 over 8 lanes
+    rate = {"requestsPerSecond": 0.5, "targets": {"tpotSeconds": 2}}
+    assert plan(rate).decode.max_num_seqs == 16  # 0.5/s x 128 tokens x 2 s = 128 over 8 lanes
     decode, prefill = sorted(plan(rate | {"requestsPerSecond": 500}).warnings, key=len, reverse=True)
-    assert decode.startswith("spec.workload.requestsPerSecond: got 500, which needs 32,000 requests at once, expected")
+    assert decode.startswith("spec.workload.requestsPerSecond: got 500, which needs 128,000 requests at once, expected")
     assert prefill.startswith("spec.workload.requestsPerSecond: got 500, expected at most ")
     assert "what prefill feeds" in prefill
 
@@ -141,7 +141,7 @@ def test_status_shows_what_was_planned_for() -> None:
 def test_a_target_leaves_as_many_as_meet_it() -> None:
     profile = PROFILES["mi325x"]
     free_plan = plan({}, profile)
-    tight, work = plan({"targets": {"tpotSeconds": 0.1}}, profile), asked({}).workload
+    tight, work = plan({"targets": {"tpotSeconds": 0.3}}, profile), asked({}).workload
     assert work is not None
     assert 1 < tight.decode.max_num_seqs < free_plan.decode.max_num_seqs
     assert tight.decode.binds.startswith("target TPOT for prompts of 2,048 tokens")

@@ -112,16 +112,18 @@ def test_chunks_of_any_size_compute_the_same_attention() -> None:
         )
 
 
-DECODE_CONSTANTS = ("hbm_share", "launch_s", "all_reduce_s", "exchange_per_node_s")
-PREFILL_CONSTANTS = ("gemm_share", "attention_share", "launch_s", "all_reduce_s")
+OF_THE_WORKER = ("all_to_all_s", "decoded_from_cache")
+DECODE_CONSTANTS = ("hbm_share", "launch_s", "all_reduce_s", "exchange_per_node_s", *OF_THE_WORKER)
+PREFILL_CONSTANTS = ("gemm_share", "attention_share", "launch_s", "all_reduce_s", *OF_THE_WORKER)
 
 
+@pytest.mark.parametrize("engine", ["vllm-int4", "kimi-worker"])
 @pytest.mark.parametrize(
     ("phase", "names", "seed"),
     [(DecodeLoad, DECODE_CONSTANTS, seed) for seed in range(4)] + [(PrefillLoad, PREFILL_CONSTANTS, 0)],
 )
 def test_the_band_holds_every_refit_within_the_assumed_ranges(
-    phase: type[DecodeLoad | PrefillLoad], names: tuple[str, ...], seed: int
+    phase: type[DecodeLoad | PrefillLoad], names: tuple[str, ...], seed: int, engine: str
 ) -> None:
     """The band looks at the corners alone; a time over another is monotone in each constant, so nothing lies beyond.
 
@@ -129,7 +131,8 @@ def test_the_band_holds_every_refit_within_the_assumed_ranges(
     """
     rng = random.Random(seed)
     measured = replace(calibrate(DECODE, phase, BUILT_IN.samples), error=0.0)
-    for setup, drawn in random_setups(seed):
+    for drawn_setup, drawn in random_setups(seed):
+        setup = replace(drawn_setup, engine=BUILT_IN.engines[engine])
         load = drawn if phase is DecodeLoad else PrefillLoad(drawn.context_tokens)
         band = predict_ms(setup, load, measured)
         assert band.low <= band.value <= band.high

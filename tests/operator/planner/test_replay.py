@@ -298,9 +298,10 @@ def test_a_predicted_service_serves_as_its_predictions_say() -> None:
     assert {turn.prefill_lane for turn in crowd} == set(range(8))
     assert [turn.first_s for turn in crowd] == pytest.approx([predicted.value / 1e3] * 8)
     assert alone.end_s - alone.first_s == pytest.approx(99 * service.decode_step_s(1, 20_050))
-    # published: 20,000 tokens took vLLM 10.5 s, which this worker's attention in float32 makes longer; a token 82 ms
-    assert 10.5 < alone.first_s < 1.5 * 10.5
-    assert (alone.end_s - alone.first_s) / 99 == pytest.approx(0.082, rel=0.25)
+    # published: 20,000 tokens took vLLM 10.5 s and a token 82 ms, which is less than what this worker's attention in
+    # float32, its exchange and its experts take
+    assert 10.5 < alone.first_s < 1.7 * 10.5
+    assert 0.082 < (alone.end_s - alone.first_s) / 99 < 1.7 * 0.082
 
 
 def test_agents_without_reuse_swamp_prefill_that_serves_them_well_with_it() -> None:

@@ -14,12 +14,15 @@ from kimi_operator.planner.roofline import (
     Attention,
     Chip,
     DecodeLoad,
+    Decoding,
     Engine,
+    Exchange,
     Graphs,
     PrefillLoad,
     Resident,
     Setup,
     Split,
+    Term,
     decode_terms,
     distinct_experts,
     handoff_bytes,
@@ -186,11 +189,22 @@ def test_piecewise_graphs_cost_time_in_every_step() -> None:
 
 def test_the_bundled_worker_reads_wider_rows_and_its_own_weights() -> None:
     worker = worker_engine(built_in_profiles()["mi300x"])
-    assert worker == Engine("kimi-worker", ExpertFormat.MXFP4, 2, Resident.AS_LOADED, 2, Attention.LATENT)
+    assert worker == Engine(
+        "kimi-worker",
+        ExpertFormat.MXFP4,
+        2,
+        Resident.AS_LOADED,
+        2,
+        Attention.LATENT,
+        Exchange.ALL_TO_ALLS,
+        Decoding.IN_MEMORY,
+    )
+    assert worker == replace(BUILT_IN.engines["kimi-worker"], itemsize=2)
     theirs = {t.label: t.seconds for t in decode_terms(DECODE, DecodeLoad(64, 60_000))}
     ours = {t.label: t.seconds for t in decode_terms(replace(DECODE, engine=worker), DecodeLoad(64, 60_000))}
     assert ours["cache"] > 1.5 * theirs["cache"]
-    assert ours["routed experts"] < theirs["routed experts"]
+    assert ours["routed experts"] > theirs["routed experts"], "decoded in memory"
+    assert ours["expert exchange"] > theirs["expert exchange"], "three all-to-alls"
     assert ours["weights"] > theirs["weights"], "routers are float32"
 
 
@@ -198,6 +212,68 @@ def test_the_bundled_worker_reads_wider_rows_and_its_own_weights() -> None:
 def test_a_handoff_carries_convolution_inputs_in_the_type_of_activations(itemsize: int, conv_bytes: int) -> None:
     setup = replace(DECODE, engine=replace(worker_engine(built_in_profiles()["mi300x"]), itemsize=itemsize))
     assert handoff_bytes(setup, 1000) == 1000 * 27_648 + 69 * (3_145_728 + conv_bytes)
+
+
+# What the bundled worker does with experts
+
+WORKER = replace(DECODE, engine=BUILT_IN.engines["kimi-worker"])
+
+
+def seconds_of(terms: tuple[Term, ...]) -> dict[str, float]:
+    return {term.label: term.seconds for term in terms}
+
+
+def test_an_expert_that_is_decoded_in_memory_is_read_written_and_read_again() -> None:
+    """4.25 bits a weight, then 16 twice, of which the last-level cache spares a share."""
+    for load in (DecodeLoad(1, 1000), DecodeLoad(64, 15_360)):
+        packed = replace(WORKER, engine=replace(WORKER.engine, decoding=Decoding.IN_REGISTERS))
+        for share in (0.0, 0.35, 1.0):
+            constants = replace(ASSUMED, decoded_from_cache=share)
+            one, other = (seconds_of(decode_terms(setup, load, constants)) for setup in (packed, WORKER))
+            times = (4.25 + 2 * 16 * (1 - share)) / 4.25
+            assert other["routed experts"] == pytest.approx(times * one["routed experts"])
+            assert {**other, "routed experts": 0.0} == {**one, "routed experts": 0.0}
+
+
+def test_in_a_chunk_experts_are_decoded_before_their_products() -> None:
+    """All 56 of a rank in each of 92 layers: read packed and written once a chunk, whatever its products take."""
+    seconds = seconds_of(prefill_terms(WORKER, PrefillLoad(3 * 2048, busy_lanes=8)))
+    spared = 1 - ASSUMED.decoded_from_cache
+    weights = 56 * 92 * K3.expert_weights
+    rate = MI300X.hbm_bytes_per_second * ASSUMED.hbm_share
+    assert seconds["expert decoding"] == pytest.approx(3 * weights * (4.25 / 8 + 2 * spared) / rate)
+    registers = replace(WORKER, engine=replace(WORKER.engine, decoding=Decoding.IN_REGISTERS))
+    other = seconds_of(prefill_terms(registers, PrefillLoad(3 * 2048, busy_lanes=8)))
+    assert "expert decoding" not in other
+    assert seconds["matrix products"] == other["matrix products"], "FLOPs bind"
+    # of one token its 16 experts are read as they were decoded, and the rest of the weights
+    few = seconds_of(prefill_terms(WORKER, PrefillLoad(1)))
+    hit = 16 / EP16.ranks * 92 * K3.expert_weights
+    moved = seconds_of(decode_terms(WORKER, DecodeLoad(1, 1000)))["weights"] * rate + hit * 2 * spared
+    assert few["matrix products"] == pytest.approx(moved / rate)
+
+
+def test_three_all_to_alls_take_their_floor_in_decode() -> None:
+    assert seconds_of(decode_terms(WORKER, DecodeLoad(64, 1000)))["expert exchange"] == pytest.approx(92 * 3 * 175e-6)
+
+
+@pytest.mark.parametrize("shape", [EP16, GroupShape(4, 8, 4), TP8])
+def test_rows_go_to_every_other_rank_that_holds_an_expert_and_come_back_in_float32(shape: GroupShape) -> None:
+    """Against random routing: what the busiest way of a rank, its card or one of its links, has to carry."""
+    rng = random.Random(0)
+    own, per_rank = 0, K3.num_experts // shape.ranks
+    trials, sent = 400, [0] * shape.ranks
+    for _ in range(trials):
+        for rank in {expert // per_rank for expert in rng.sample(range(K3.num_experts), K3.experts_per_token)}:
+            sent[rank] += 1
+    near = [sent[rank] for rank in range(shape.gpus_per_node) if rank != own]
+    rows = 2048 / shape.tensor_parallel
+    by_link = rows * sum(near) / len(near) / trials / (64e9 * 0.7)
+    by_card = rows * sum(sent[shape.gpus_per_node :]) / trials / (50e9 * 0.7)
+    # a row of 3,584 numbers with 16 experts' numbers and weights; a sum of as many
+    expected = 175e-6 + sum(max(175e-6, max(by_link, by_card) * width) for width in (3584 * 2 + 16 * 8, 3584 * 4))
+    found = seconds_of(prefill_terms(replace(WORKER, shape=shape), PrefillLoad(2048)))["expert exchange"]
+    assert found == pytest.approx(92 * expected, rel=0.03)
 
 
 # How prompts attend
