@@ -110,6 +110,8 @@ def beyond_text(outlook: Outlook) -> str:
         terms = {term.label: term.seconds for term in speed.prefill.terms}
         share = terms["attention"] / sum(terms.values())
         found.append(f"TTFT: {speed.prefill.beyond}: {share:.0%} of a prompt's time here")
+    if speed is not None and len(outlook.workload.prompt.points) > 1:
+        found.append("output, TTFT: lanes of prefill wait for longer prompts beside theirs; see kimictl replay")
     return "; ".join(found)
 
 

@@ -203,7 +203,7 @@ class Forecast(Struct, frozen=True, dict=True):
     def queued(self, shape: GroupShape, groups: int, point: CurvePoint) -> tuple[Verdict, ...]:
         """What is held against the wait of prompts, or a rate that memory does not serve; else nothing."""
         if self.workload.requests_per_second is not None:
-            return self._unserved(point)
+            return (*self._unserved(point), *self._kept_at_a_rate(shape, groups))
         ttft = self.waiting_ttft(shape, groups, point)
         if ttft is None:
             return ()
@@ -231,6 +231,18 @@ class Forecast(Struct, frozen=True, dict=True):
         rate = f"{float(self.workload.requests_per_second or 0):g}"
         return (Unserved((Problem("workload.requestsPerSecond", rate, expected, remedy),)),)
 
+    def _kept_at_a_rate(self, shape: GroupShape, groups: int) -> tuple[Judged, ...]:
+        """The same of prompts that come at a rate; waits of a hundred prompts are drawn by none that is fed."""
+        alone = prefill_ms(self.setup(shape), self.request.prefill(self.chunk_tokens), self.prefill)
+        if self.reservation_s is None or 100 * alone.high / 1e3 < self.reservation_s:
+            return ()
+        ttft = self.arriving_ttft(shape, groups)
+        assert ttft is not None, "a rate is stated"
+        high_s = UNEVEN * ttft.high / 1e3
+        remedy = raised("it", high_s, "add groups to prefill, or lower the rate")
+        what = "on average, as prompts wait for prefill: decode gives up before"
+        return (Judged(RESERVATION, self.reservation_s, ttft.value / 1e3, (ttft.low / 1e3, high_s), what, remedy),)
+
     def _kept(self, ttft: Prediction, point: CurvePoint) -> Judged:
         """How long decode keeps room, beside the wait for prefill."""
         assert self.reservation_s is not None
@@ -243,7 +255,7 @@ class Forecast(Struct, frozen=True, dict=True):
         """The same of a layout, at the load that its throughput is of."""
         work, point = self.workload, self._point(layout, decode)
         if work.requests_per_second is not None:
-            return self._unserved(point)
+            return (*self._unserved(point), *self._kept_at_a_rate(layout.prefill, layout.prefill_groups))
         is_kept = work.concurrency is not None and self.reservation_s is not None
         if not (is_kept or work.ttft_s is not None) or not point.waits:
             return ()

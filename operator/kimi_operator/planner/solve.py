@@ -8,6 +8,7 @@ length that is exact; with several, a lane that draws worse than this preempts i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from fractions import Fraction
 from functools import lru_cache
 
 from kimi_operator.api.deployment import Role
@@ -23,6 +24,8 @@ from kimi_operator.planner.workload import Lengths, fixed
 MOST_SEQS = 4096
 """The most that limits.maxNumSeqs may be."""
 _SPREAD = 128
+SURE_SHARE = 0.5
+"""Of what prefill feeds: in replays of prompts of many lengths its lanes wait for each other for up to half of it."""
 
 
 def solve(case: Case) -> Solution | Problem:
@@ -51,7 +54,7 @@ def solve(case: Case) -> Solution | Problem:
         length_binds=Limit.PAGES if longest < case.max_positions else Limit.MODEL,
         bounds=bounds,
         misses=tuple(_misses(case, seqs, tightest.limit)),
-        doubts=tuple(doubted(case, seqs)),
+        doubts=(*doubted(case, seqs), *_barely_fed(case)),
     )
 
 
@@ -231,7 +234,8 @@ def _shorten(budget: Budget, longest: int, num_units: int) -> str:
 
 def _misses(case: Case, seqs: int, limit: Limit) -> Iterator[Problem]:
     work, timing = case.workload, case.timing
-    if case.role is Role.DECODE and work.running is not None and work.running > seqs * case.lanes:
+    has_room = work.running is None or work.running <= seqs * case.lanes or _serves_rate(case, seqs)
+    if case.role is Role.DECODE and work.running is not None and not has_room:
         field, got = "workload.concurrency", f"{work.running:,}"
         if work.requests_per_second is not None:
             rate = float(work.requests_per_second)
@@ -250,3 +254,27 @@ def _misses(case: Case, seqs: int, limit: Limit) -> Iterator[Problem]:
             expected = f"at most {fed:.3g}, what prefill feeds: beyond, ever more prompts wait"
             yield Problem("workload.requestsPerSecond", f"{rate:g}", expected, f"{MORE_PREFILL}, or lower it")
     yield from missed(case, seqs)
+
+
+def _serves_rate(case: Case, seqs: int) -> bool:
+    """Whether so many requests a lane are answered as fast as a rate brings more: steps may be below the target."""
+    work, timing = case.workload, case.timing
+    if timing is None or work.requests_per_second is None:
+        return False
+    step_s = timing.decode_step_s(seqs, min(work.mean_context, case.max_positions))
+    return case.lanes * seqs >= work.requests_per_second * work.output.mean * Fraction(step_s)
+
+
+def _barely_fed(case: Case) -> Iterator[Problem]:
+    """A rate that prefill feeds only while the lanes of a group keep step."""
+    work, timing = case.workload, case.timing
+    if case.role is not Role.PREFILL or timing is None or work.requests_per_second is None:
+        return
+    rate, fed = float(work.requests_per_second), fed_per_s(work, timing, case.lanes)
+    sure = SURE_SHARE * fed
+    if sure < rate <= fed:
+        expected = (
+            f"at most {sure:.3g} to be sure: prefill feeds {fed:.3g} while the lanes of a group keep step, and less"
+        )
+        expected += " as they wait for each other, which kimictl replay counts"
+        yield Problem("workload.requestsPerSecond", f"{rate:g}", expected, f"{MORE_PREFILL}, or lower it")
