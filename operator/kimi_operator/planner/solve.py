@@ -17,7 +17,7 @@ from kimi_operator.planner.budget import Budget, PoolDesign
 from kimi_operator.planner.case import Bound, Case, Limit, Solution, Stretch, Timing
 from kimi_operator.planner.feed import MORE_PREFILL, fed_per_s, more_lanes
 from kimi_operator.planner.memory import MemoryLine
-from kimi_operator.planner.targets import doubted, missed
+from kimi_operator.planner.targets import judged
 from kimi_operator.planner.units import binding, bytes_text, ceil_div, counted, most
 from kimi_operator.planner.workload import Lengths, fixed
 
@@ -40,6 +40,7 @@ def solve(case: Case) -> Solution | Problem:
     if captures is not None:
         seqs = captures.padded(seqs, max(1, hard))
     units = case.budget.num_units(seqs)
+    verdicts = tuple(judged(case, seqs))
     longest, mean = case.budget.design.longest(units), case.budget.design.units(sum(case.workload.mean_lengths))
     return Solution(
         max_num_seqs=seqs,
@@ -53,8 +54,8 @@ def solve(case: Case) -> Solution | Problem:
         pool_binds=Limit.MEMORY if case.budget.pool_bytes is None else Limit.SETTING,
         length_binds=Limit.PAGES if longest < case.max_positions else Limit.MODEL,
         bounds=bounds,
-        misses=tuple(_misses(case, seqs, tightest.limit)),
-        doubts=(*doubted(case, seqs), *_barely_fed(case)),
+        misses=(*_misses(case, seqs, tightest.limit), *(miss for each in verdicts for miss in each.misses)),
+        doubts=(*(doubt for each in verdicts for doubt in each.doubts), *_barely_fed(case)),
     )
 
 
@@ -253,7 +254,6 @@ def _misses(case: Case, seqs: int, limit: Limit) -> Iterator[Problem]:
         if rate > fed:
             expected = f"at most {fed:.3g}, what prefill feeds: beyond, ever more prompts wait"
             yield Problem("workload.requestsPerSecond", f"{rate:g}", expected, f"{MORE_PREFILL}, or lower it")
-    yield from missed(case, seqs)
 
 
 def _serves_rate(case: Case, seqs: int) -> bool:

@@ -16,6 +16,8 @@ from kimi_operator.planner.units import counted, most, seconds_text
 TPOT, TTFT = "workload.targets.tpotSeconds", "workload.targets.ttftSeconds"
 TARGETS = (TPOT, TTFT, RESERVATION)
 """What a faster layout meets. The last one is a limit of the workers, beyond which requests fail."""
+WIDEST_BAND = 10
+"""Times its value that the most of a band lies below."""
 
 
 ARRIVING = "as prompts come at any time, wait for a step's end and keep step with others"
@@ -70,39 +72,32 @@ Verdict = Judged | Unserved
 """On a layout as a whole, beside those on its roles."""
 
 
-def missed(case: Case, seqs: int) -> Iterator[Problem]:
-    """Targets that are not met: by not even one request of a lane, or by a captured batch of more."""
-    for each in _judged(case, seqs):
-        yield from each.misses
-
-
-def doubted(case: Case, seqs: int) -> Iterator[Problem]:
-    """Targets that so many requests of a lane meet by less than the prediction's band."""
-    for each in _judged(case, seqs):
-        yield from each.doubts
-
-
 def told(solutions: Iterable[Solution], waits: Iterable[Verdict]) -> tuple[tuple[Problem, ...], tuple[Problem, ...]]:
     """What a layout misses; and what it meets within the band alone, unless it is missed for another reason."""
     roles = tuple(solutions)
     told_of = {miss.field for each in roles for miss in each.misses}
     # a load that a role misses need not be told twice
     others = (each for each in waits if isinstance(each, Judged) or told_of.isdisjoint(m.field for m in each.misses))
-    judged: tuple[Solution | Verdict, ...] = (*roles, *others)
-    misses = tuple(miss for each in judged for miss in each.misses)
+    verdicts: tuple[Solution | Verdict, ...] = (*roles, *others)
+    misses = tuple(miss for each in verdicts for miss in each.misses)
     fields = {miss.field for miss in misses}
-    return misses, tuple(doubt for each in judged for doubt in each.doubts if doubt.field not in fields)
+    return misses, tuple(doubt for each in verdicts for doubt in each.doubts if doubt.field not in fields)
 
 
-def _judged(case: Case, seqs: int) -> Iterator[Judged]:
+def judged(case: Case, seqs: int) -> Iterator[Judged]:
+    """Targets, and how long decode keeps room, with so many running requests of a lane."""
     if case.timing is None:
         return
     if case.role is Role.DECODE and case.workload.tpot_s is not None:
         yield _tpot(case, case.timing, case.workload.tpot_s, seqs)
     if case.role is Role.PREFILL and case.workload.ttft_s is not None:
         yield _ttft(case, case.timing, case.workload.ttft_s)
-    if case.role is Role.PREFILL and case.timing.reservation_s is not None:
-        yield _kept(case, case.timing, case.timing.reservation_s)
+    limit_s = case.timing.reservation_s
+    if case.role is Role.PREFILL and limit_s is not None:
+        load = case.workload.computed_and_reused(case.requests.longest)
+        # bands take most of the time, and none is so wide
+        if WIDEST_BAND * case.timing.prefill_s(*load) > limit_s:
+            yield _kept(case, case.timing, limit_s)
 
 
 def _tpot(case: Case, timing: Timing, target_s: float, seqs: int) -> Judged:
