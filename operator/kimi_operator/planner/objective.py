@@ -232,9 +232,10 @@ class Forecast(Struct, frozen=True, dict=True):
         return (Unserved((Problem("workload.requestsPerSecond", rate, expected, remedy),)),)
 
     def _kept_at_a_rate(self, shape: GroupShape, groups: int) -> tuple[Judged, ...]:
-        """The same of prompts that come at a rate; waits of a hundred prompts are drawn by none that is fed."""
-        alone = prefill_ms(self.setup(shape), self.request.prefill(self.chunk_tokens), self.prefill)
-        if self.reservation_s is None or 100 * alone.high / 1e3 < self.reservation_s:
+        """How long decode keeps room, beside waits at a rate; nothing where it is a hundred times that of a prompt."""
+        alone = self.request.prefill(self.chunk_tokens)
+        # waits are drawn prompt by prompt, which is slow, and none that is fed waits for so many
+        if self.reservation_s is None or 100 * self._time_s(self.setup(shape), alone) < self.reservation_s:
             return ()
         ttft = self.arriving_ttft(shape, groups)
         assert ttft is not None, "a rate is stated"
